@@ -1,4 +1,4 @@
-"""RobustConfig: one typed tree. Files, dicts and flags end here, and contradictions are refused before anything starts."""
+"""RobustConfig: one typed tree. Files, dicts and flags end here; contradictions are refused before anything starts."""
 
 from __future__ import annotations
 
