@@ -104,6 +104,14 @@ class LedgerError(RobustError):
     """The trajectory ledger refused something or cannot store it."""
 
 
+class StorageError(LedgerError):
+    """The ledger's store cannot be written or read (a full disk). What was acknowledged stays; the rest is resent."""
+
+
+class WriterFencedError(FencedError):
+    """Another process opened the ledger's store for writing. This ledger server must end itself."""
+
+
 class IllegalMoveError(RobustError):
     """A state machine was asked for a move that it does not allow."""
 

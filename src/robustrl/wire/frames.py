@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -12,6 +12,20 @@ from robustrl.errors import PeerGoneError, ProtocolError
 
 MAX_FRAME: Final = 32 << 20
 """Bytes in one frame at the most. Bulk data (weights, snapshots) does not travel in frames."""
+
+
+class Reader(Protocol):
+    """What frames are read from: an `asyncio.StreamReader`, or anything that gives exact counts of bytes."""
+
+    async def readexactly(self, n: int, /) -> bytes: ...
+
+
+class Writer(Protocol):
+    """What frames are written to: an `asyncio.StreamWriter`, or anything alike."""
+
+    def write(self, data: bytes, /) -> None: ...
+    async def drain(self) -> None: ...
+
 
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
@@ -45,7 +59,7 @@ def decode(body: bytes) -> dict[str, Any]:
     return message
 
 
-async def read_frame(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> dict[str, Any]:
+async def read_frame(reader: Reader, limit: int = MAX_FRAME) -> dict[str, Any]:
     """The next message. Raises PeerGoneError at the end of the stream and ProtocolError for anything else."""
     try:
         header = await reader.readexactly(_LENGTH.size)

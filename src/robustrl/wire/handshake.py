@@ -81,9 +81,7 @@ def _field(message: dict[str, Any], name: str, kind: type[Any], length: int | No
     return value
 
 
-async def accept(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: Secret, admit: Admit | None = None
-) -> Identity:
+async def accept(reader: frames.Reader, writer: frames.Writer, secret: Secret, admit: Admit | None = None) -> Identity:
     """The server's side. Returns who the client is, or refuses it (saying why, where it proved the secret)."""
     async with asyncio.timeout(HELLO_SECONDS):
         ours = secrets.token_bytes(16)
@@ -121,7 +119,7 @@ async def accept(
         return identity
 
 
-async def offer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: Secret, identity: Identity) -> None:
+async def offer(reader: frames.Reader, writer: frames.Writer, secret: Secret, identity: Identity) -> None:
     """The client's side."""
     async with asyncio.timeout(HELLO_SECONDS):
         hello = await frames.read_frame(reader, HELLO_LIMIT)

@@ -1,0 +1,204 @@
+"""The ledger's tables: SQLite in WAL mode behind a small interface.
+
+Writes are collected in memory and go to the file in one short transaction at `flush` (group commit); the caller
+acknowledges after that. What this promises:
+
+- *A killed process* (SIGKILL at any instant): everything flushed is there. A transaction's frames are in the kernel
+  when COMMIT returns, and half a transaction is not seen by the next reader.
+- *Power loss or a kernel crash*: with synchronous=NORMAL the newest flushes may be missing, whole ones, in order; the
+  file stays consistent. `flush(sync=True)` (a committed step) waits for the disk, so what a power loss takes is
+  tokens and batches since the last durable point, from which the trainer restarts anyway.
+
+There is one writer. Opening the store takes the writer's number; a writer that lost it is refused at its next flush.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import xxhash
+
+from robustrl.errors import LedgerError, StorageError, WriterFencedError
+
+SCHEMA_VERSION: Final = 1
+APPLICATION_ID: Final = 0x526F4C67
+BUSY_S: Final = 5.0
+
+Value = int | float | str | bytes | None
+
+
+class Table(NamedTuple):
+    columns: tuple[str, ...]
+    keys: int
+    """How many leading columns are the key."""
+
+
+TABLES: Final = {
+    "meta": Table(("name", "value"), 1),
+    # A group's prompt, the newest lease on it, and the call that asked for that lease (for repeated calls).
+    "groups": Table(("grp", "prompt", "attempt", "owner", "request"), 1),
+    # Each lease there ever was, and how it ended.
+    "attempts": Table(("grp", "attempt", "owner", "leased_at", "saved_tokens", "outcome", "detail"), 2),
+    "samples": Table(("grp", "sample", "state", "attempt", "owner", "reward", "finish_reason", "step", "failure"), 2),
+    "segments": Table(("grp", "sample", "start", "ids", "logprobs", "version", "owner"), 3),
+    "consumption": Table(("step", "trainer", "trajectories"), 1),
+    # The lowest incarnation of a member that is listened to.
+    "fences": Table(("member", "incarnation"), 1),
+    # Tokens that an identity delivered, ever.
+    "owners": Table(("owner", "tokens"), 1),
+}
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def checksum(table: str, row: Sequence[Value]) -> int:
+    """xxh3 of a row as a signed 64-bit number, which is what an SQLite integer holds."""
+    return int(xxhash.xxh3_64_intdigest(_encode([table, *row]))) - (1 << 63)
+
+
+class Store:
+    """The one writer of a ledger file.
+
+    Args:
+        path: the database; made with its folder when missing.
+
+    Raises:
+        LedgerError: it cannot be opened, is not a ledger, or was written by a newer robustrl.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.damaged: list[tuple[str, tuple[Value, ...]]] = []
+        """(table, key) of rows whose checksum did not match when they were read."""
+        self._pending: dict[tuple[Any, ...], tuple[str, tuple[Value, ...]]] = {}
+        self._database: sqlite3.Connection | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # The ledger serialises its calls; which thread they come from is its business.
+            self._database = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            self.writer = self._open(self._database)
+        except (sqlite3.Error, OSError) as error:
+            self.close()
+            raise LedgerError(f"cannot open the ledger {self.path}", why=str(error)) from error
+        except LedgerError:
+            self.close()
+            raise
+
+    def _open(self, database: sqlite3.Connection) -> int:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("PRAGMA synchronous=NORMAL")
+        database.execute("BEGIN IMMEDIATE")
+        (application,) = database.execute("PRAGMA application_id").fetchone()
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if tables and application != APPLICATION_ID:
+            raise LedgerError(f"{self.path} is a database of something else", do="Give the ledger a file of its own.")
+        if version > SCHEMA_VERSION:
+            raise LedgerError(
+                f"the ledger {self.path} has schema {version}",
+                why=f"this robustrl reads up to {SCHEMA_VERSION}",
+                do="Use the robustrl that wrote it, or a newer one.",
+            )
+        for name, table in TABLES.items():
+            columns = ", ".join((*table.columns, "sum INTEGER NOT NULL"))
+            key = ", ".join(table.columns[: table.keys])
+            database.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({key}))")
+        database.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        database.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        found = database.execute("SELECT value FROM meta WHERE name = 'writer'").fetchone()
+        writer = int(found[0]) + 1 if found else 1
+        database.execute("REPLACE INTO meta VALUES (?, ?, ?)", ("writer", writer, checksum("meta", ("writer", writer))))
+        database.execute("COMMIT")
+        return writer
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def dirty(self) -> bool:
+        return bool(self._pending)
+
+    def put(self, table: str, *row: Value) -> None:
+        """Inserts or replaces a row at the next flush. A row that is put twice is written once."""
+        spec = TABLES[table]
+        marks = ", ".join("?" * (len(spec.columns) + 1))
+        self._later((table, *row[: spec.keys]), f"REPLACE INTO {table} VALUES ({marks})", (*row, checksum(table, row)))
+
+    def delete(self, table: str, *key: Value) -> None:
+        """Deletes the rows whose leading key columns are `key`, at the next flush."""
+        where = " AND ".join(f"{column} = ?" for column in TABLES[table].columns[: len(key)])
+        self._later(("delete", table, *key), f"DELETE FROM {table} WHERE {where}", key)
+
+    def _later(self, key: tuple[Any, ...], sql: str, params: tuple[Value, ...]) -> None:
+        self._pending.pop(key, None)  # so that the newest word is the last: order between put and delete matters
+        self._pending[key] = (sql, params)
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Writes everything that is pending in one transaction; with `sync` it is on the disk when this returns.
+
+        Raises:
+            WriterFencedError: another process opened this store for writing; this one must end.
+            StorageError: the write failed (a full disk); the file holds what it held before, nothing is pending.
+        """
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, {}
+        database = self._connection()
+        try:
+            if sync:
+                database.execute("PRAGMA synchronous=FULL")
+            database.execute("BEGIN IMMEDIATE")
+            (writer,) = database.execute("SELECT value FROM meta WHERE name = 'writer'").fetchone()
+            if writer != self.writer:
+                raise WriterFencedError(
+                    f"another process writes the ledger {self.path}", why=f"it is writer {writer}, we are {self.writer}"
+                )
+            for sql, params in pending.values():
+                database.execute(sql, params)
+            database.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise StorageError(
+                f"the ledger {self.path} cannot be written", why=str(error), do="Is the disk full?"
+            ) from error
+        finally:
+            try:
+                if database.in_transaction:
+                    database.execute("ROLLBACK")
+                if sync:
+                    database.execute("PRAGMA synchronous=NORMAL")
+            except sqlite3.Error:
+                pass  # SQLite rolled back by itself; the first error is the one to tell
+
+    def forget_pending(self) -> None:
+        self._pending.clear()
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def rows(self, table: str, where: str = "1", *params: Value) -> Iterator[tuple[Any, ...]]:
+        """Flushed rows in the order of their key. A row with a wrong checksum is left out and noted in `damaged`."""
+        spec = TABLES[table]
+        order = ", ".join(spec.columns[: spec.keys])
+        try:
+            for *row, total in self._connection().execute(
+                f"SELECT * FROM {table} WHERE {where} ORDER BY {order}", params
+            ):
+                if total == checksum(table, row):
+                    yield tuple(row)
+                else:
+                    self.damaged.append((table, tuple(row[: spec.keys])))
+        except sqlite3.Error as error:
+            raise StorageError(f"the ledger {self.path} cannot be read", why=str(error)) from error
+
+    def close(self) -> None:
+        """Flushes nothing: what was not flushed was not acknowledged."""
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._database is None:
+            raise StorageError(f"the ledger {self.path} is closed")
+        return self._database

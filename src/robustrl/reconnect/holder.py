@@ -1,0 +1,102 @@
+"""What publishers and subscribers share: a member holds versions, serves them, and tells the directory so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from robustrl.config import ReconnectConfig
+from robustrl.errors import DeadlineError, PeerGoneError, RobustError
+from robustrl.events import Emit
+from robustrl.reconnect import transports
+from robustrl.reconnect.content import Content
+from robustrl.reconnect.directory import Offer
+from robustrl.reconnect.service import DirectoryClient
+from robustrl.roles import Identity, Version
+from robustrl.wire import Secret
+from robustrl.wire.address import LOOPBACK
+
+log = logging.getLogger("robustrl.reconnect")
+
+
+class Holder:
+    """Keeps the newest versions, serves them over every transport that is configured, and announces them."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        directory: DirectoryClient,
+        config: ReconnectConfig,
+        secret: Secret,
+        emit: Emit,
+        *,
+        host: str = LOOPBACK,
+        origin: bool,
+    ) -> None:
+        self.identity = identity
+        self.directory = directory
+        self.config = config
+        self.emit = emit
+        self.origin = origin
+        self.transports = transports.make(config, identity, secret, host)
+        self.endpoints: dict[str, str] = {}
+        self.contents: dict[Version, Content] = {}
+        self._announcing = asyncio.Lock()
+
+    @property
+    def served_bytes(self) -> int:
+        """Bytes of weights that pullers were given."""
+        return sum(transport.served_bytes for transport in self.transports.values())
+
+    async def start(self) -> None:
+        for name, transport in self.transports.items():
+            self.endpoints[name] = await transport.serve(self.find)
+
+    def find(self, digest: str) -> Content | None:
+        return next((content for content in list(self.contents.values()) if content.digest == digest), None)
+
+    def held(self) -> list[Version]:
+        return sorted(self.contents)
+
+    async def add(self, version: Version, content: Content, *, publish: bool = False) -> None:
+        """Holds one version more, and the oldest less.
+
+        While the directory is away the version is held all the same; `announce` makes up for it.
+
+        Raises:
+            FencedError, WeightError: the directory refused the version; it is not held then.
+        """
+        async with self._announcing:
+            before = self.contents
+            both = {**before, version: content}
+            kept = {each: both[each] for each in sorted(both)[-self.config.keep_versions :]}
+            self.contents = both  # what falls out is served until the directory sends nobody to it any more
+            try:
+                await self._announce(kept, version if publish else None)
+            except (DeadlineError, PeerGoneError) as error:
+                log.warning("%s: version %s is not announced yet: %s", self.identity, version, error)
+            except BaseException:
+                self.contents = before
+                raise
+            self.contents = kept
+
+    async def announce(self) -> None:
+        """Says again what is held: the directory may have been restarted empty."""
+        async with self._announcing:
+            await self._announce(self.contents, None)
+
+    async def _announce(self, contents: Mapping[Version, Content], publish: Version | None) -> None:
+        held = [Offer(version, content.digest, content.size) for version, content in sorted(contents.items())]
+        await self.directory.announce(self.endpoints, held, origin=self.origin, publish=publish)
+
+    async def close(self) -> None:
+        """Says goodbye if the directory is there, and serves no more."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self.directory.retire()
+        except (RobustError, OSError) as error:
+            log.debug("%s: no goodbye: %s", self.identity, error)
+        for transport in self.transports.values():
+            await transport.close()
+        self.contents = {}

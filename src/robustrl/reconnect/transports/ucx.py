@@ -1,0 +1,308 @@
+"""UCX through ucxx, the only module that imports it.
+
+A TCP connection carries the handshake and the requests; UCX carries the bytes. For each puller that has proved the
+secret the holder opens a UCX listener, takes one connection that shows a one-time token, and closes the listener
+again: ucxx's listeners take connections on every interface and know no secret, so none is left open.
+
+What was learned about ucxx, and holds here:
+
+* Progress runs in ucxx's own thread without the interpreter's lock. Completions are looked at, not called back:
+  Python futures need a second thread that hangs at exit, and their exceptions pin buffers.
+* Cancelling a receive does not stop the sender's writes; closing the endpoint does. So an endpoint is closed before a
+  buffer is given back, and a buffer whose request does not even end then is kept for good (`_Engine.stuck`).
+* A stopped peer is never noticed by UCX: all waits have limits.
+* The environment is read when ucxx is imported. Error handling is what makes a peer's death an error, and shared
+  memory transports do not have it: tcp, and rc and cuda where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Final
+
+from robustrl.errors import MissingDependencyError, PeerGoneError, ProtocolError, TransportError
+from robustrl.reconnect.manifest import Range, check_ranges
+from robustrl.reconnect.transports.base import Conversation, Session, SocketSession, SocketStream
+from robustrl.reconnect.transports.tcp import TcpTransport, read_pairs
+from robustrl.roles import Identity
+from robustrl.wire import Address, Secret, frames
+
+CREDITS: Final = 4
+"""Ranges under way from one source to one puller."""
+TOKEN_BYTES: Final = 16
+
+
+class _Engine:
+    """ucxx's context, worker and progress thread: one a process, for as long as a transport uses it."""
+
+    _one: _Engine | None = None
+    _users = 0
+
+    def __init__(self, host: str) -> None:
+        defaults = {
+            "UCX_TLS": "tcp,self,rc,cuda_copy",
+            "UCX_RNDV_SCHEME": "put_zcopy",
+            "UCX_WARN_UNUSED_ENV_VARS": "n",
+            "UCX_LOG_FILE": "stderr",
+            "UCX_LOG_LEVEL": "fatal",
+        }
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(host).is_loopback:
+                defaults["UCX_NET_DEVICES"] = "lo"
+        for name, value in defaults.items():
+            os.environ.setdefault(name, value)
+        try:
+            import ucxx  # noqa: F401  (loads the libraries and sets defaults)
+            from ucxx._lib import arr, libucxx
+            from ucxx.types import Tag, TagMaskFull
+        except ImportError as error:
+            raise MissingDependencyError(
+                "the transport ucx cannot be loaded", why=str(error), do="Install robustrl[ucx]."
+            ) from error
+        self.api = libucxx
+        self._array = arr.Array
+        self._tag = Tag
+        self._full_mask = TagMaskFull
+        self._context = libucxx.UCXContext({})
+        self.worker = libucxx.UCXWorker(self._context, enable_delayed_submission=True, enable_python_future=False)
+        self.worker.start_progress_thread(polling_mode=False, epoll_timeout=1)
+        self.stuck: list[tuple[Any, memoryview]] = []
+
+    @classmethod
+    def acquire(cls, host: str) -> _Engine:
+        if cls._one is None:
+            cls._one = cls(host)
+        cls._users += 1
+        return cls._one
+
+    @classmethod
+    def release(cls) -> None:
+        cls._users -= 1
+        if cls._users == 0 and cls._one is not None:
+            cls._one.worker.stop_progress_thread()
+            cls._one = None
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns ucxx's errors into ours, without the traceback that would pin the buffers."""
+        try:
+            yield
+        except self.api.UCXError as error:
+            raise PeerGoneError("the UCX connection ended", why=f"{type(error).__name__}: {error}") from None
+
+    def listen(self, arrived: Callable[[Any], None]) -> Any:
+        return self.api.UCXListener.create(worker=self.worker, port=0, cb_func=arrived, deliver_endpoint=True)
+
+    def connect(self, host: str, port: int) -> Any:
+        with self.errors():
+            return self.api.UCXEndpoint.create(self.worker, host, port, True)
+
+    def send(self, endpoint: Any, view: memoryview, tag: int) -> Any:
+        with self.errors():
+            return endpoint.tag_send(self._array(view), self._tag(tag))
+
+    def receive(self, endpoint: Any, view: memoryview, tag: int) -> Any:
+        with self.errors():
+            return endpoint.tag_recv(self._array(view), self._tag(tag), self._full_mask)
+
+    def send_token(self, endpoint: Any, token: bytes) -> Any:
+        with self.errors():
+            return endpoint.stream_send(self._array(token))
+
+    def receive_token(self, endpoint: Any, into: bytearray) -> Any:
+        with self.errors():
+            return endpoint.stream_recv(self._array(into))
+
+    async def finish(self, request: Any) -> None:
+        """Waits for a request. The caller sets the limit. Raises PeerGoneError when it failed."""
+        pause = 0.0002
+        while not request.completed:
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, 0.002)
+        with self.errors():
+            request.check_error()
+
+    def end(self, endpoint: Any, pending: Sequence[tuple[Any, memoryview]]) -> None:
+        """Closes an endpoint and sees to it that nothing touches the buffers of `pending` any more."""
+        with contextlib.suppress(Exception):
+            endpoint.close_blocking(period=10**9, max_attempts=1)
+            endpoint.remove_close_callback()
+        limit = time.monotonic() + 0.25
+        for request, view in pending:
+            while not request.completed and time.monotonic() < limit:
+                time.sleep(0.001)
+            if not request.completed:
+                self.stuck.append((request, view))
+        self.stuck = [entry for entry in self.stuck if not entry[0].completed]
+
+
+class _Conversation(Conversation):
+    transport: UcxTransport
+
+    def __init__(self, transport: UcxTransport, stream: SocketStream) -> None:
+        super().__init__(transport, stream)
+        self._endpoint: Any = None
+        self._pending: deque[tuple[Any, memoryview]] = deque()
+
+    async def answer(self, message: dict[str, Any]) -> None:
+        if message.get("ucx") == "connect":
+            async with asyncio.timeout(self.transport.timeout_s):
+                await self._connect()
+        elif "put" in message:
+            await self._put(message)
+        else:
+            await super().answer(message)
+
+    async def _connect(self) -> None:
+        if self._endpoint is not None:
+            raise ProtocolError("a puller connected twice")
+        engine = self.transport.engine
+        loop = asyncio.get_running_loop()
+        arrivals: asyncio.Queue[Any] = asyncio.Queue()
+
+        def arrived(endpoint: Any) -> None:
+            loop.call_soon_threadsafe(arrivals.put_nowait, endpoint)
+
+        token = secrets.token_bytes(TOKEN_BYTES)
+        listener = engine.listen(arrived)
+        strangers: list[Any] = []
+        try:
+            await self.stream.send({"port": listener.port, "token": token})
+            while self._endpoint is None:
+                endpoint = await arrivals.get()
+                shown = bytearray(TOKEN_BYTES)
+                try:
+                    # A stranger gets a quarter of our peer's time, not all of it.
+                    await asyncio.wait_for(
+                        engine.finish(engine.receive_token(endpoint, shown)), self.transport.timeout_s / 4
+                    )
+                except (PeerGoneError, TimeoutError):
+                    strangers.append(endpoint)
+                    continue
+                if secrets.compare_digest(shown, token):
+                    self._endpoint = endpoint
+                else:
+                    strangers.append(endpoint)
+        finally:
+            del listener
+            while not arrivals.empty():
+                strangers.append(arrivals.get_nowait())
+            for stranger in strangers:
+                engine.end(stranger, [])
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        content, tag = self.need_content(), message.get("tag")
+        [(start, length)] = check_ranges(read_pairs([message["put"]]), content.size)
+        if self._endpoint is None or type(tag) is not int or not 0 <= tag < 1 << 64:
+            raise ProtocolError("a puller asked for bytes without a connection or a tag")
+        while self._pending and (self._pending[0][0].completed or len(self._pending) >= 2 * CREDITS):
+            await self._reap()
+        view = content.buffer.view[start : start + length]
+        self._pending.append((self.transport.engine.send(self._endpoint, view, tag), view))
+
+    async def _reap(self) -> None:
+        request, view = self._pending[0]
+        async with asyncio.timeout(self.transport.timeout_s):
+            await self.transport.engine.finish(request)
+        self._pending.popleft()
+        self.transport.served_bytes += len(view)
+
+    async def close(self) -> None:
+        if self._endpoint is not None:
+            for request, view in self._pending:
+                if request.completed:
+                    self.transport.served_bytes += len(view)
+            self.transport.engine.end(self._endpoint, self._pending)
+            self._endpoint = None
+            self._pending.clear()
+
+
+class _Session(SocketSession):
+    def __init__(self, stream: SocketStream, endpoint: str, engine: _Engine) -> None:
+        super().__init__(stream, endpoint)
+        self._engine = engine
+        self._endpoint: Any = None
+        self._pending: deque[tuple[Any, memoryview]] = deque()
+        self._next_tag = secrets.randbits(63)
+
+    async def connect(self, host: str) -> None:
+        await self.stream.send({"ucx": "connect"})
+        answer = await frames.read_frame(self.stream, frames.MAX_FRAME)
+        port, token = answer.get("port"), answer.get("token")
+        if type(port) is not int or not 0 < port < 65536 or not isinstance(token, bytes) or len(token) != TOKEN_BYTES:
+            raise ProtocolError(f"{self.endpoint} did not say where its UCX listens")
+        self._endpoint = self._engine.connect(host, port)
+        await self._engine.finish(self._engine.send_token(self._endpoint, token))
+
+    async def read(self, ranges: Sequence[Range], into: memoryview) -> AsyncIterator[Range]:
+        waiting: deque[Range] = deque()
+        left = deque(ranges)
+        while waiting or left:
+            while left and len(waiting) < CREDITS:
+                wanted = left.popleft()
+                await self._ask(wanted, into)
+                waiting.append(wanted)
+            await self._engine.finish(self._pending[0][0])
+            self._pending.popleft()
+            yield waiting.popleft()
+
+    async def _ask(self, wanted: Range, into: memoryview) -> None:
+        tag = self._next_tag
+        self._next_tag += 1
+        view = into[wanted.start : wanted.start + wanted.length]
+        try:
+            self._pending.append((self._engine.receive(self._endpoint, view, tag), view))
+            await self.stream.send({"put": wanted, "tag": tag})
+        except OSError as error:
+            raise PeerGoneError(f"{self.endpoint} ended the connection", why=str(error) or None) from None
+
+    async def close(self) -> None:
+        if self._endpoint is not None:
+            self._engine.end(self._endpoint, self._pending)
+            self._pending.clear()
+            self._endpoint = None
+        await super().close()
+
+
+class UcxTransport(TcpTransport):
+    """UCX's bytes beside a TCP connection. ucxx is loaded at the first connection, by either side."""
+
+    name = "ucx"
+    conversation = _Conversation
+
+    def __init__(self, identity: Identity, secret: Secret, *, host: str, timeout_s: float) -> None:
+        super().__init__(identity, secret, host=host, timeout_s=timeout_s)
+        self._engine: _Engine | None = None
+
+    @property
+    def engine(self) -> _Engine:
+        if self._engine is None:
+            self._engine = _Engine.acquire(self.host)
+        return self._engine
+
+    async def connect(self, endpoint: str) -> Session:
+        engine = self.engine
+        session = _Session(await self.meet(endpoint), endpoint, engine)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await session.connect(Address.parse(endpoint).host)
+        except PeerGoneError as error:
+            await session.close()
+            raise TransportError(f"cannot connect to {endpoint} over ucx", why=str(error)) from error
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def close(self) -> None:
+        await super().close()
+        if self._engine is not None:
+            self._engine = None
+            _Engine.release()

@@ -1,0 +1,503 @@
+"""The supervisor: one per job. It hears the members, lets the planner decide, and does what the plan says.
+
+Its memory is the journal. When it dies, its successor reads the journal, finds the living members by (pid, start time)
+and goes on with them; they reconnect by themselves and notice nothing but a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from robustrl import events
+from robustrl.detect import Judgement, Limits, Monitor, ProcessId, ProgressCell, Verdict
+from robustrl.errors import FencedError, IllegalMoveError, ProtocolError, RobustError, RoleDownError, SpawnError
+from robustrl.reconnect import Directory, DirectoryService
+from robustrl.restart.job import JobSpec, RoleSpec
+from robustrl.restart.journal import JobState, Journal
+from robustrl.restart.membership import MemberRecord, MemberState, Roster
+from robustrl.restart.plan import Abandon, Action, FailJob, Loss, Plan, Promote, RestartJob, Spawn, plan
+from robustrl.roles import STANDBY, TRAINER, Identity, Member
+from robustrl.wire import Address, RpcServer, Secret
+
+log = logging.getLogger("robustrl.supervisor")
+
+END_SECONDS = 10.0
+"""How long a killed process tree may take to be gone."""
+
+
+class Runtime(Protocol):
+    """Where members live."""
+
+    async def spawn(self, identity: Identity, role: RoleSpec) -> ProcessId:
+        """Starts a member and returns at once. Raises SpawnError."""
+
+    def watch(self, process: ProcessId, on_exit: Callable[[str], None]) -> None:
+        """Calls `on_exit` with words on how it ended, once, when the process ends (at once if it is gone)."""
+
+    async def end(self, process: ProcessId, grace_s: float) -> None:
+        """Asks the process tree to end, kills what is left after `grace_s`, and returns when all of it is gone."""
+
+
+def cell_path(run_dir: Path, identity: Identity) -> Path:
+    """Where an incarnation's progress counters lie."""
+    return run_dir / "cells" / f"{identity.member.role}-{identity.member.index}-{identity.incarnation}"
+
+
+class Supervisor:
+    """Owns the membership of one job.
+
+    Args:
+        job: what the job is made of.
+        run_dir: the job's folder.
+        me: the supervisor's own identity.
+        runtime: starts and ends members.
+        journal: what an earlier supervisor of this job knew, and where this one keeps what it knows.
+        server_socket: the listening control socket; it outlives the supervisor, so the address stays.
+        secret: the job's secret.
+        emit: takes events.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: JobSpec,
+        run_dir: Path,
+        me: Identity,
+        runtime: Runtime,
+        journal: Journal,
+        server_socket: Any,
+        secret: Secret,
+        emit: events.Emit,
+    ) -> None:
+        self.job = job
+        self.config = job.config
+        self.run_dir = run_dir
+        self.me = me
+        self._runtime = runtime
+        self._journal = journal
+        self._emit = emit
+        self._state = journal.job()
+        self._history = journal.losses()
+        self.roster = Roster(journal.records(), emit, journal.put_record)
+        self.monitor = Monitor(Limits(self.config.detect), self.config.detect.heartbeat_s)
+        self._weights = DirectoryService(Directory(), emit)
+        self._server = RpcServer(
+            self._handle, secret, server_socket, admit=self._admit, on_join=self._joined, on_leave=self._left
+        )
+        self._services: dict[str, tuple[Identity, Address]] = {}
+        self._lost: asyncio.Queue[tuple[Identity, Judgement]] = asyncio.Queue()
+        self._judged: set[Identity] = set()
+        self._changed = asyncio.Condition()
+        self._ending = asyncio.Event()
+        self._adopting: set[Identity] = set()
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> JobState:
+        """Starts or takes over the job and returns when it is over and nothing of it is left."""
+        await self._server.start()
+        tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._recover())]
+        try:
+            if self._state.outcome:
+                self._ending.set()
+            await self._take_over()
+            await self._ending.wait()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end_members()
+        await self._server.close()
+        self._emit(events.JobEnded(outcome=self._state.outcome, cause=self._state.cause))
+        return self._state
+
+    def stop(self, outcome: str, cause: str) -> None:
+        """Ends the job. The first call decides how it ended."""
+        if self._state.outcome:
+            return
+        self._state = msgspec.structs.replace(self._state, outcome=outcome, cause=cause)
+        self._journal.put_job(self._state)
+        self._server.notify("stop", ok=outcome == "finished", cause=cause)
+        self._ending.set()
+
+    async def _take_over(self) -> None:
+        records = self.roster.all()
+        if not records:
+            for member in self.job.members():
+                self.roster.move(member, MemberState.STARTING, "the job starts")
+            self._ready("reloaded", "a new job")
+            for member in self.job.members():
+                await self._launch(member)
+            self._ready("serving")
+            return
+        now = time.monotonic()
+        living = [record for record in records if record.living]
+        for record in living:
+            if record.process is None or not record.process.alive():
+                gone = "while it was being started" if record.process is None else "while no supervisor watched"
+                self._accuse(record.identity, Judgement(Verdict.DEAD, "exit", f"it ended {gone}"))
+                continue
+            self._adopting.add(record.identity)
+            self.monitor.watch(record.identity, now, adopted=record.state is not MemberState.STARTING)
+            self._watch_exit(record.identity, record.process)
+        self._ready("reloaded", f"{len(self._adopting)} of {len(living)} living members found again")
+        self._adoption_done()
+        # A predecessor that died between a member's death and its plan left a dead record without a successor.
+        for record in records:
+            if record.state is MemberState.DEAD and not any(loss.identity == record.identity for loss in self._history):
+                self._judged.add(record.identity)
+                self._lost.put_nowait(
+                    (record.identity, Judgement(Verdict.DEAD, "exit", record.cause or "found dead by a new supervisor"))
+                )
+
+    def _ready(self, milestone: str, detail: str = "") -> None:
+        self._emit(
+            events.MemberReady(
+                member=str(self.me.member), incarnation=self.me.incarnation, milestone=milestone, detail=detail
+            )
+        )
+
+    def _adoption_done(self) -> None:
+        if not self._adopting:
+            self._ready("serving")
+
+    async def _end_members(self) -> None:
+        """Members end by themselves after the word to stop; what does not is killed."""
+        deadline = time.monotonic() + self.config.restart.grace_s
+        while time.monotonic() < deadline:
+            if not any(r.process is not None and r.process.alive() for r in self.roster.living()):
+                break
+            await asyncio.sleep(0.05)
+        for record in self.roster.all():
+            if record.process is not None:
+                await self._runtime.end(record.process, 0.0)
+            if record.living:
+                self.roster.move(record.member, MemberState.FINISHED, "the job is over")
+
+    # -- detect ----------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.detect.heartbeat_s)
+            for _ in range(3):  # let everything that has arrived be read before anyone is judged
+                await asyncio.sleep(0)
+            for identity, judgement in self.monitor.tick(time.monotonic()):
+                self._accuse(identity, judgement)
+
+    def _watch_exit(self, identity: Identity, process: ProcessId) -> None:
+        def ended(how: str) -> None:
+            view = self.monitor.views.get(identity)
+            if view is None or self._ending.is_set():
+                return
+            view.exited = how
+            judgement = self.monitor.verdict(identity, time.monotonic())
+            if judgement.verdict.failed:
+                self._accuse(identity, judgement)
+            else:
+                self.monitor.forget(identity)
+                if self.roster.current(identity):
+                    self.roster.move(identity.member, MemberState.FINISHED, judgement.evidence)
+                    self._tell_members()
+
+        self._runtime.watch(process, ended)
+
+    def _accuse(self, identity: Identity, judgement: Judgement) -> None:
+        """Takes a failed verdict, once an incarnation."""
+        if identity in self._judged or not self.roster.current(identity):
+            return
+        self._judged.add(identity)
+        view = self.monitor.views.get(identity)
+        self._emit(
+            events.VerdictReached(
+                member=str(identity.member),
+                incarnation=identity.incarnation,
+                verdict=judgement.verdict,
+                phase=view.phase if view else "",
+                signal=judgement.signal,
+                evidence=judgement.evidence,
+            )
+        )
+        self._lost.put_nowait((identity, judgement))
+
+    # -- restart ---------------------------------------------------------------------------------------------------
+
+    async def _recover(self) -> None:
+        """One loss at a time: two plans at once could start two replacements."""
+        while True:
+            identity, judgement = await self._lost.get()
+            if self._ending.is_set():
+                return
+            try:
+                await self._recover_one(identity, judgement)
+            except Exception as error:
+                log.exception("recovering %s failed", identity)
+                self.stop("failed", f"{identity}: recovery failed: {type(error).__name__}: {error}")
+
+    async def _recover_one(self, identity: Identity, judgement: Judgement) -> None:
+        record = self.roster[identity.member]
+        if record.incarnation != identity.incarnation:
+            return
+        if record.living:
+            record = self.roster.move(identity.member, MemberState.DEAD, judgement.evidence)
+        cause = f"{identity} ({judgement.verdict}, {judgement.signal}): {judgement.evidence}"
+        loss = Loss(identity, time.time(), self._step(), cause, record.served)
+        todo = plan(
+            loss,
+            self.roster.all(),
+            self._history,
+            self._state.job_restarts,
+            self.config.restart,
+            serves=frozenset(role for spec in self.job.roles if spec.role == STANDBY for role in spec.serves),
+            now=loss.at,
+        )
+        self._history.append(loss)
+        self._journal.put_losses(self._history)
+        self._emit(
+            events.PlanMade(
+                member=str(identity.member),
+                incarnation=identity.incarnation,
+                actions=tuple(str(action) for action in todo.actions),
+                why=todo.why,
+            )
+        )
+        # From here on whoever held something of the dead member's may hand it on.
+        self._fence(Identity(identity.member, identity.incarnation + 1))
+        await self._bury(record)
+        self._tell_members()
+        await self._do(todo)
+
+    async def _do(self, todo: Plan) -> None:
+        for action in todo.actions:
+            await self._act(action, todo.why)
+        self._tell_members()
+
+    async def _act(self, action: Action, why: str) -> None:
+        if isinstance(action, Spawn):
+            self.roster.move(action.member, MemberState.STARTING, why)
+            await self._launch(action.member)
+        elif isinstance(action, Promote):
+            await self._promote(action.standby, action.member)
+        elif isinstance(action, Abandon):
+            self._emit(events.Alarm(text=f"the job goes on without {action.member}: {why}", member=str(action.member)))
+        elif isinstance(action, RestartJob):
+            await self._restart_job(why)
+        elif isinstance(action, FailJob):
+            self.stop("failed", action.cause)
+
+    async def _launch(self, member: Member) -> None:
+        record = self.roster[member]
+        self.monitor.watch(record.identity, time.monotonic())
+        try:
+            process = await self._runtime.spawn(record.identity, self.job.role(member.role))
+        except SpawnError as error:
+            self._accuse(record.identity, Judgement(Verdict.DEAD, "exit", str(error)))
+            return
+        self.roster.set_process(member, process)
+        self._watch_exit(record.identity, process)
+
+    async def _promote(self, standby: Identity, member: Member) -> None:
+        process = self.roster[standby.member].process
+        self.roster.move(member, MemberState.STARTING, f"promotion of {standby}", origin=standby)
+        self.roster.move(standby.member, MemberState.PROMOTED, f"becomes {member}")
+        self.monitor.forget(standby)
+        record = self.roster[member]
+        self.monitor.watch(record.identity, time.monotonic())
+        if process is not None:
+            self.roster.set_process(member, process)
+            self._watch_exit(record.identity, process)
+        await self._notify_changed()
+
+    async def _restart_job(self, why: str) -> None:
+        self._state = msgspec.structs.replace(self._state, job_restarts=(*self._state.job_restarts, time.time()))
+        self._journal.put_job(self._state)
+        for record in self.roster.living():
+            self.monitor.forget(record.identity)
+            self.roster.move(record.member, MemberState.DEAD, f"whole-job restart: {why}")
+            self._fence(Identity(record.member, record.incarnation + 1))
+        for record in self.roster.all():
+            await self._bury(record)
+        self._services.clear()
+        for member in self.job.members():
+            self.roster.move(member, MemberState.STARTING, f"whole-job restart: {why}")
+        for member in self.job.members():
+            await self._launch(member)
+
+    async def _bury(self, record: MemberRecord) -> None:
+        """Makes sure that nothing of a dead incarnation runs on, then reads what it had counted."""
+        self.monitor.forget(record.identity)
+        if record.process is not None:
+            await asyncio.wait_for(self._runtime.end(record.process, 0.0), END_SECONDS)
+        for name, (owner, _) in list(self._services.items()):
+            if owner == record.identity:
+                del self._services[name]
+        path = cell_path(self.run_dir, record.identity)
+        tokens = ProgressCell.tokens_at(path)
+        path.unlink(missing_ok=True)
+        if tokens:
+            self._emit(events.Progress(member=str(record.member), incarnation=record.incarnation, tokens=tokens))
+
+    def _fence(self, successor: Identity) -> None:
+        """Everything below the successor's incarnation is refused from now on."""
+        self._weights.fence(successor.member, successor.incarnation)
+        self._server.drop(Identity(successor.member, successor.incarnation - 1))
+
+    def _step(self) -> int:
+        """The trainer's step as far as its heartbeats told."""
+        return max((v.step for i, v in self.monitor.views.items() if i.member.role == TRAINER), default=-1)
+
+    # -- the control wire ------------------------------------------------------------------------------------------
+
+    def _admit(self, identity: Identity) -> RobustError | None:
+        record = self.roster[identity.member]
+        # A promoted standby may still have to hear of its new place.
+        if self.roster.current(identity) or self._place_of(identity):
+            return None
+        if identity.incarnation <= record.incarnation:
+            self._emit(
+                events.Refused(
+                    what="connect", identity=str(identity), why=f"current is {record.identity} {record.state}"
+                )
+            )
+            return FencedError(
+                "this incarnation was replaced",
+                who=identity,
+                why=f"{record.identity} is {record.state} in its place",
+                do="It must end itself.",
+            )
+        return ProtocolError("an incarnation that nobody started", who=identity)
+
+    def _joined(self, identity: Identity) -> None:
+        self.monitor.heard(identity, time.monotonic())
+
+    def _left(self, identity: Identity) -> None:
+        """A lost connection alone is no verdict: the process's exit or its silence will be."""
+
+    async def _handle(self, caller: Identity, method: str, params: dict[str, Any]) -> Any:
+        if not self.roster.current(caller) and not (method == "standby.wait" and self._place_of(caller)):
+            raise FencedError("this incarnation was replaced", who=caller, do="It must end itself.")
+        self.monitor.heard(caller, time.monotonic())
+        if method == "member.beat":
+            self.monitor.beat(caller, time.monotonic(), **params)
+            return None
+        if method.startswith("weights."):
+            return await self._weights.handle(caller, method, params)
+        handlers: dict[str, Callable[..., Awaitable[Any]]] = {
+            "member.hello": self._hello,
+            "member.ready": self._milestone,
+            "member.failed": self._failed,
+            "member.finished": self._finished,
+            "member.locate": self._locate,
+            "standby.wait": self._standby_wait,
+            "job.status": self._status,
+        }
+        if method not in handlers:
+            raise ProtocolError(f"the supervisor has no method {method!r}", who=caller)
+        return await handlers[method](caller, **params)
+
+    async def _hello(self, caller: Identity, *, pid: int, started: int, services: dict[str, str]) -> dict[str, Any]:
+        record = self.roster[caller.member]
+        if record.process is None:
+            self.roster.set_process(caller.member, ProcessId(pid, started))
+            self._watch_exit(caller, ProcessId(pid, started))
+        for name, address in services.items():
+            self._services[name] = (caller, Address.parse(address))
+        if caller in self._adopting:
+            self._adopting.discard(caller)
+            self._adoption_done()
+        await self._notify_changed()
+        return {
+            "config": msgspec.to_builtins(self.config),
+            "members": self._membership(),
+            "stopping": bool(self._state.outcome),
+            "ok": self._state.outcome != "failed",
+            "cause": self._state.cause,
+        }
+
+    async def _milestone(self, caller: Identity, *, milestone: str) -> None:
+        record = self.roster[caller.member]
+        target = {"attached": MemberState.PENDING_WEIGHTS, "serving": MemberState.SERVING}.get(milestone)
+        if record.member.role == STANDBY:
+            target = MemberState.STANDBY if milestone == "serving" else None
+        if target is None or target is record.state:
+            return
+        with contextlib.suppress(IllegalMoveError):  # said again after a reconnect
+            self.roster.move(caller.member, target, milestone)
+            if target is MemberState.SERVING:
+                self._history = [
+                    msgspec.structs.replace(loss, recovered=True) if loss.identity.member == caller.member else loss
+                    for loss in self._history
+                ]
+                self._journal.put_losses(self._history)
+            self._tell_members()
+
+    async def _failed(self, caller: Identity, *, what: str) -> None:
+        view = self.monitor.views.get(caller)
+        if view is not None:
+            view.failure = what
+        self._accuse(caller, Judgement(Verdict.DEAD, "report", what))
+
+    async def _finished(self, caller: Identity) -> None:
+        view = self.monitor.views.get(caller)
+        if view is not None:
+            view.finished = True
+        if caller.member.role == TRAINER:
+            self.roster.move(caller.member, MemberState.FINISHED, "its loop is done")
+            if all(r.state is MemberState.FINISHED for r in self.roster.all() if r.member.role == TRAINER):
+                self.stop("finished", "")
+
+    async def _locate(self, caller: Identity, *, service: str, wait_s: float) -> str:
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(wait_s, 30.0)):
+                    await self._changed.wait_for(lambda: service in self._services)
+        if service not in self._services:
+            raise RoleDownError(f"nobody serves {service!r} now", who=caller)
+        return str(self._services[service][1])
+
+    async def _standby_wait(self, caller: Identity, *, wait_s: float) -> dict[str, Any] | None:
+        """The member that this standby is promoted to, when it is."""
+
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(wait_s, 30.0)):
+                    await self._changed.wait_for(lambda: self._place_of(caller) is not None)
+        found = self._place_of(caller)
+        return {"member": str(found.member), "incarnation": found.incarnation} if found else None
+
+    def _place_of(self, standby: Identity) -> MemberRecord | None:
+        return next((r for r in self.roster.all() if r.origin == standby and r.living), None)
+
+    async def _status(self, caller: Identity) -> list[dict[str, Any]]:
+        rows = []
+        for record in self.roster.all():
+            view = self.monitor.views.get(record.identity)
+            rows.append(
+                {
+                    "member": str(record.member),
+                    "incarnation": record.incarnation,
+                    "state": str(record.state),
+                    "pid": record.process.pid if record.process else 0,
+                    "phase": view.phase if view else "",
+                    "step": view.step if view else -1,
+                    "moves": view.moves if view else 0,
+                }
+            )
+        return rows
+
+    def _membership(self) -> dict[str, list[Any]]:
+        return {str(r.member): [r.incarnation, str(r.state)] for r in self.roster.all()}
+
+    def _tell_members(self) -> None:
+        self._server.notify("membership", members=self._membership())
+
+    async def _notify_changed(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,253 @@
+"""The rollout's guard: weights that follow the trainer, leases that outlive whoever works on them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from robustrl.errors import DeadlineError, RobustError
+from robustrl.persist import END, LeaseGrant, LeaseWriter, LedgerClient
+from robustrl.reconnect import DirectoryClient, HeldVersion, WeightSubscriber
+from robustrl.roles import ROLLOUT, Phase, Version
+from robustrl.runtime.guard import ATTACH_SECONDS, FAREWELL_SECONDS, Guard
+from robustrl.runtime.ledger_link import ledger_link
+
+if TYPE_CHECKING:
+    import torch
+
+LEASE_WAIT_S = 2.0
+PULL_WAIT_S = 5.0
+FIRST_WEIGHTS_S = 300.0
+EXACT_WEIGHTS_S = 60.0
+"""How long an exact older version is looked for before the lease is given back."""
+
+
+class Lease:
+    """The samples of one prompt, with what earlier owners had saved of them.
+
+    Attributes:
+        prompt_index: the prompt's number.
+        prompt: the prompt, as the manager's prompt source gave it.
+        saved: for each sample the token ids that are saved; they are not to be generated again.
+        finished: for each sample whether it is whole already.
+        version: the weights in use.
+    """
+
+    def __init__(self, grant: LeaseGrant, writer: LeaseWriter, version: Version, guard: RolloutGuard) -> None:
+        self.prompt_index = grant.group
+        self.prompt = grant.prompt
+        self.saved = [sample.ids() for sample in grant.samples]
+        self.finished = [sample.finished for sample in grant.samples]
+        self.version = version
+        self._version_text = str(version)
+        self._writer = writer
+        self._guard = guard
+
+    @property
+    def lost(self) -> bool:
+        """Whether the group is somebody else's by now: work on it is to stop."""
+        return self._writer.lost
+
+    def append(self, sample: int, token: int, logprob: float) -> None:
+        """Keeps one more token. It is saved in the background; this waits only when too much is unsaved."""
+        self._guard.cell.tokens(1)
+        self._writer.append(sample, token, logprob, self._version_text)
+
+    def finish(self, sample: int, reward: float, reason: str = "") -> None:
+        """The sample is whole and scored."""
+        self._writer.finish(sample, reward, reason)
+
+    def fail(self, kind: str, detail: str = "") -> None:
+        """Something other than the answer failed (a tool, a sandbox): an outcome, never a reward."""
+        self._writer.fail(kind, detail)
+
+
+class RolloutGuard(Guard):
+    """Guards a generation loop.
+
+    Args:
+        weights: the live tensors that generate, by name. Between leases they are overwritten with newer versions;
+            None for an engine that is fed otherwise.
+    """
+
+    role = ROLLOUT
+
+    def __init__(self, weights: Mapping[str, torch.Tensor] | None) -> None:
+        super().__init__()
+        self._weights = weights
+        self._held: dict[int, HeldVersion] = {}
+        self._applied: HeldVersion | None = None
+        self._serving = False
+
+    def __enter__(self) -> RolloutGuard:
+        super().__enter__()
+        self._ledger_rpc = ledger_link(self)
+        config = self.config
+        self._ledger = LedgerClient(self._ledger_rpc.call, flush_s=config.persist.flush_s)
+        self._subscriber = WeightSubscriber(
+            self.identity, DirectoryClient(self.link.call), config.reconnect, self.secret, self.emit
+        )
+        self._loop.run(self._start(), ATTACH_SECONDS)
+        return self
+
+    async def _start(self) -> None:
+        self._newer = asyncio.Event()
+        self._stop = asyncio.Event()
+        self.link.on_stop.append(self._stop.set)
+        if self.link.stopping:
+            self._stop.set()
+        await self._ledger.start()
+        if self._weights is not None:
+            await self._subscriber.start()
+            self.link.on_connect.append(self._subscriber.reannounce)
+            self._following = asyncio.create_task(self._follow())
+            self.watch(self._following)
+        await self.link.say("reloaded")
+
+    async def _follow(self) -> None:
+        """Keeps the newest version at hand, so that a loop between two leases need not wait for it."""
+        newest: Version | None = None
+        while True:
+            held = await self._subscriber.pull(newer_than=newest, timeout=PULL_WAIT_S)
+            if held is not None:
+                newest = held.version
+                self._hold(held)
+                self.cell.move()
+
+    def _hold(self, held: HeldVersion) -> None:
+        known = self._held.get(held.version.step)
+        if known is None or known.version < held.version:
+            self._held[held.version.step] = held
+        for step in sorted(self._held)[: -self.config.reconnect.keep_versions]:
+            del self._held[step]
+        self._newer.set()
+
+    def leases(self) -> Iterator[Lease]:
+        """Prompts to answer; ends when the run needs no more answers or the job ends.
+
+        Newer weights are loaded between two leases, never within one. Raises JobFailedError when the job is given up.
+        """
+        if self._weights is not None and not self._held:
+            with self.phase(Phase.SYNC):
+                self._loop.run(self._first_weights(), FIRST_WEIGHTS_S + 5.0)
+        while True:
+            self.check()
+            grant = self._loop.run(self._next_grant(0.0))
+            if grant is None:
+                with self.phase(Phase.WAIT):
+                    grant = self._loop.run(self._next_grant(None))
+            if grant is None:
+                self.check()
+                return
+            version = self._use_weights(grant)
+            lease = Lease(grant, self._ledger.writer(grant), version, self)
+            self._step_in_work = version.step + 1
+            self.cell.active = sum(not done for done in lease.finished)
+            yield lease
+            self.cell.active = 0
+
+    async def _first_weights(self) -> None:
+        deadline = time.monotonic() + FIRST_WEIGHTS_S
+        while not self._held and not self.link.stopping:
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"no weights within {FIRST_WEIGHTS_S:g} s",
+                    who=self.identity,
+                    phase=Phase.SYNC,
+                    why="nobody published",
+                )
+            await self._changed(1.0)
+
+    async def _changed(self, timeout: float) -> None:
+        """Returns when there is a newer version, or the word to stop, or after `timeout` seconds."""
+        self._newer.clear()
+        waits = [asyncio.create_task(self._newer.wait()), asyncio.create_task(self._stop.wait())]
+        await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    async def _next_grant(self, patience_s: float | None) -> LeaseGrant | None:
+        """A lease; None when there is none within `patience_s` (None: no limit but the job's end), or no more."""
+        while not self.link.stopping:
+            if not self._serving:
+                self._use_newest()
+                self._serving = True
+                await self.link.say("serving")
+            wait_s = LEASE_WAIT_S if patience_s is None else patience_s
+            ask = asyncio.create_task(self._ledger.lease(self._held_steps(), wait_s=wait_s))
+            changed = asyncio.create_task(self._changed(LEASE_WAIT_S + 1.0))
+            await asyncio.wait({ask, changed}, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            if not ask.done() and patience_s is None:
+                ask.cancel()  # newer weights open newer batches: ask again; a grant on its way is kept for that
+                with contextlib.suppress(asyncio.CancelledError):
+                    await ask
+                    return self._granted(ask.result())
+                continue
+            answer = await ask
+            if answer is END:
+                return None
+            grant = self._granted(answer)
+            if grant is not None or patience_s is not None:
+                return grant
+        return None
+
+    @staticmethod
+    def _granted(answer: object) -> LeaseGrant | None:
+        return answer if isinstance(answer, LeaseGrant) else None
+
+    def _held_steps(self) -> list[int]:
+        return sorted(self._held) if self._weights is not None else [1 << 40]
+
+    def _use_newest(self) -> None:
+        if self._held:
+            self._apply(self._held[max(self._held)])
+
+    def _use_weights(self, grant: LeaseGrant) -> Version:
+        """Loads the version that this lease is to be answered with, if it is not loaded already."""
+        if self._weights is None:
+            return Version(0, 0)
+        step = grant.required_step
+        if step is None:
+            self._use_newest()
+        else:
+            held = self._held.get(step)
+            if held is None:
+                with self.phase(Phase.SYNC):
+                    held = self._loop.run(self._subscriber.pull(step=step, timeout=EXACT_WEIGHTS_S))
+                if held is None:
+                    raise RobustError(
+                        f"the weights of step {step} are needed and nobody holds them any more",
+                        who=self.identity,
+                        phase=Phase.SYNC,
+                        do="Raise reconnect.keep_versions, or do not ask for exact staleness.",
+                    )
+            self._apply(held)
+        assert self._applied is not None
+        return self._applied.version
+
+    def _apply(self, held: HeldVersion) -> None:
+        if self._applied is None or held.digest != self._applied.digest:
+            assert self._weights is not None
+            self._subscriber.apply(held, self._weights)
+        self._applied = held
+
+    def _leave(self) -> None:
+        self._loop.run(self._ledger.flush(FAREWELL_SECONDS), FAREWELL_SECONDS + 1.0)
+
+    def _detach(self) -> None:
+        # AttributeError: entering failed before they existed; that error is the one to show.
+        with contextlib.suppress(RobustError, AttributeError):
+            self._loop.run(self._close(), 2 * FAREWELL_SECONDS)
+        super()._detach()
+
+    async def _close(self) -> None:
+        if self._weights is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+            await self._subscriber.close()
+        await self._ledger.close(2.0)
+        await self._ledger_rpc.close()

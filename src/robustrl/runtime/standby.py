@@ -1,0 +1,60 @@
+"""A warm standby: everything slow is done before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from robustrl.errors import ConfigError
+from robustrl.roles import STANDBY, Identity, Member, Phase
+from robustrl.runtime.guard import Guard
+
+T = TypeVar("T")
+
+POLL_S = 5.0
+
+
+class StandbyGuard(Guard):
+    """Guards a process that waits for a place."""
+
+    role = STANDBY
+
+    def wait_for_place(self) -> Identity | None:
+        """The member that this process is promoted to; None when the job ends without needing it."""
+        with self.phase(Phase.IDLE):
+            self._loop.run(self.link.say("serving"), 30.0)
+            return self._loop.run(self._wait())
+
+    async def _wait(self) -> Identity | None:
+        while not self.link.stopping:
+            place = await self.link.call("standby.wait", wait_s=POLL_S, timeout=POLL_S + 60.0)
+            if place is not None:
+                return Identity(Member.parse(place["member"]), int(place["incarnation"]))
+        return None
+
+
+def standby(prepare: Callable[[], T], roles: Mapping[str, Callable[[T], None]]) -> None:
+    """Runs this process as a warm standby, and as what it is promoted to.
+
+    Args:
+        prepare: does what is slow (imports, device, model) and returns it.
+        roles: by role, what runs a member of it with what was prepared.
+    """
+    prepared: T
+    guard = StandbyGuard()
+    place: Identity | None = None
+    with guard:
+        prepared = prepare()
+        place = guard.wait_for_place()
+        if place is not None:
+            # The promoted process says its farewell as what it has become.
+            guard.hand_over()
+    if place is None:
+        return
+    if place.member.role not in roles:
+        raise ConfigError(
+            f"promoted to {place}, which this standby cannot be",
+            why=f"it can be {', '.join(sorted(roles)) or 'nothing'}",
+        )
+    guard.place.become(place)
+    roles[place.member.role](prepared)
