@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import robustrl
 from tiny_grpo import job, rollout, trainer
+from tiny_grpo.grpo import optimizer
+from tiny_grpo.model import Model
+
+
+def prepare() -> Model:
+    model = job.warm_model()
+    optimizer(model, job.settings())  # torch imports what optimizers need at the first one
+    return model
+
 
 if __name__ == "__main__":
-    robustrl.standby(prepare=job.warm_model, roles={"trainer": trainer.run, "rollout": rollout.run})
+    robustrl.standby(prepare=prepare, roles={"trainer": trainer.run, "rollout": rollout.run})

@@ -86,7 +86,7 @@ def test_a_killed_trainer_without_a_relay_leaves_the_old_version_and_its_success
     rollout.ask("pull")
     trainer.ask("publish", version="1.2", seed=1, mib=MIB)
     rollout.ask("slow", pause_s=0.02)
-    pulling = rollout.begin("pull", newer_than="1.1", timeout=6.0)
+    pulling = rollout.begin("pull", newer_than="1.1", timeout=3.0)
     wait_until(lambda: rollout.landed.value >= 3)
     trainer.kill()
     if rig.config.transport != "shm":
@@ -211,16 +211,13 @@ async def main():
     await trainer.start(); await rollout.start()
     await trainer.publish({"a": torch.ones(1 << 20)}, Version(1, 1))
     assert (await rollout.pull(timeout=20)).version == Version(1, 1)
-    if sys.argv[2] == "raise":
-        raise SystemExit(7)
-    await rollout.close(); await trainer.close()
+    raise SystemExit(7)
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("close", 0), ("raise", 7)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_process_ends_at_once_whether_it_closes_or_not(transport: str, how: str, code: int) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, transport, how], timeout=30, check=False, capture_output=True)
-    assert done.returncode == code, done.stderr.decode()
+def test_a_process_that_ends_without_closing_anything_ends_at_once(transport: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, transport], timeout=30, check=False, capture_output=True)
+    assert done.returncode == 7, done.stderr.decode()
     assert done.stdout == b""

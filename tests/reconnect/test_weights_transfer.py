@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from weights_rig import RemoteFailure, Rig, fingerprint, make_tensors
@@ -57,9 +57,12 @@ def test_a_late_joiner_pulls_from_a_relay_and_costs_the_trainer_nothing(rig: Rig
 
 def test_versions_follow_each_other_and_only_the_newest_stay(rig: Rig) -> None:
     trainer, rollout = rig.member("trainer/0#1"), rig.member("rollout/0#1")
+    descriptors = []
     for step in range(1, 5):
         trainer.ask("publish", version=f"1.{step}", seed=step)
         assert rollout.ask("pull", newer_than=f"1.{step - 1}")[0] == f"1.{step}"
+        descriptors.append([member.ask("stats")["descriptors"] for member in (trainer, rollout)])
+    assert sum(descriptors[-1]) <= sum(descriptors[1]) + 2
     assert rollout.ask("pull", newer_than="1.4", timeout=0.2) is None
     assert trainer.ask("stats")["held"] == ["1.3", "1.4"]
     assert rollout.ask("stats")["held"] == ["1.3", "1.4"]
@@ -116,7 +119,7 @@ def test_holders_tell_a_directory_that_was_restarted_empty(rig: Rig) -> None:
 
 
 def test_a_member_ends_by_itself_and_leaves_nothing(rig: Rig) -> None:
-    segments = set(os.listdir("/dev/shm"))
+    segments = set(Path("/dev/shm").iterdir())
     trainer, rollout = rig.member("trainer/0#1"), rig.member("rollout/0#1")
     trainer.ask("publish", version="1.1", seed=1)
     rollout.ask("pull")
@@ -124,7 +127,7 @@ def test_a_member_ends_by_itself_and_leaves_nothing(rig: Rig) -> None:
         member.ask("close")
         member.process.join(5)
         assert member.process.exitcode == 0
-    assert not [name for name in set(os.listdir("/dev/shm")) - segments if "robustrl" in name]
+    assert not [name for name in set(Path("/dev/shm").iterdir()) - segments if "robustrl" in name.name]
     assert rig.service.directory.newest() is None
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def blank(seed: int, mib: float) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in make_tensors(seed, mib).items()}
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 class _Member:
@@ -130,7 +135,7 @@ class _Member:
             "events": [type(event).__name__ for event in self.events],
             "transports": sorted({event.transport for event in self.events if hasattr(event, "transport")} - {""}),
             "sources": [list(event.sources) for event in self.events if hasattr(event, "sources")],
-            "descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptors": descriptors(),
         }
 
     async def reannounce(self) -> None:
@@ -277,4 +282,3 @@ def wait_until(true: Callable[[], bool], timeout: float = 15.0) -> None:
     while not true():
         assert time.monotonic() < limit, "the condition did not come true in time"
         time.sleep(0.01)
-

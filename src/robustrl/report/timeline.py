@@ -11,7 +11,7 @@ from robustrl.events import Event, FaultInjected, JobStarted, VersionPublished, 
 from robustrl.report.ettr import ettr
 from robustrl.report.lives import Life, PhaseSpan, job_span, last_steps, members_of, read_lives
 from robustrl.report.recovery import Recovery, recoveries
-from robustrl.roles import STANDBY
+from robustrl.roles import MANAGER, STANDBY, SUPERVISOR, Phase
 
 PHASE_COLOURS = {
     "init": "#d8c9a8",
@@ -105,7 +105,9 @@ def _draw_lives(axes: Any, lives: Sequence[Life], lanes: dict[str, int], start: 
                 bars.setdefault("serving", []).append((since, until, lane))
             continue
         for span in _merged(life.spans):
-            bars.setdefault(span.phase, []).append((span.start, span.end, lane))
+            # A server that waits for calls says that it is idle, and is at work all the same.
+            resting = span.phase == Phase.IDLE and life.role in (MANAGER, SUPERVISOR)
+            bars.setdefault("serving" if resting else span.phase, []).append((span.start, span.end, lane))
     for name, spans in bars.items():
         colour = _colour(name)
         for left, right, lane in spans:
@@ -168,6 +170,7 @@ def _draw_downtime(
             va="bottom",
             fontsize=8,
             color=BACK_COLOUR,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
             zorder=6,
         )
 

@@ -14,7 +14,8 @@ from robustrl.events import (
     Restored,
     VerdictReached,
 )
-from robustrl.report.lives import failed
+from robustrl.report.lives import failed, role_of
+from robustrl.roles import STANDBY
 
 SIGNALS = {"kill": "killed (SIGKILL)", "stop": "stopped (SIGSTOP)", "term": "told to end (SIGTERM)"}
 
@@ -46,7 +47,8 @@ def in_words(event: Event) -> str:
         case Restored():
             return f"{event.by} resumed from step {event.step} ({event.source}), {event.seconds:.2f} s"
         case MemberReady() if event.milestone == "serving":
-            return f"{event.member}#{event.incarnation} serves"
+            does = "stands by" if role_of(event.member) == STANDBY else "serves"
+            return f"{event.member}#{event.incarnation} {does}"
         case Refused():
             return f"{event.identity} refused: {event.what} ({event.why})"
         case _:

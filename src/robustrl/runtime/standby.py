@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from robustrl.errors import ConfigError
-from robustrl.roles import STANDBY, Identity, Member, Phase
+from robustrl.roles import ROLLOUT, STANDBY, TRAINER, Identity, Member, Phase
 from robustrl.runtime.guard import Guard
 
 T = TypeVar("T")
 
 POLL_S = 5.0
+_GUARDS = {TRAINER: "robustrl.runtime.trainer", ROLLOUT: "robustrl.runtime.rollout"}
 
 
 class StandbyGuard(Guard):
@@ -26,11 +29,17 @@ class StandbyGuard(Guard):
             return self._loop.run(self._wait())
 
     async def _wait(self) -> Identity | None:
-        while not self.link.stopping:
-            place = await self.link.call("standby.wait", wait_s=POLL_S, timeout=POLL_S + 60.0)
-            if place is not None:
-                return Identity(Member.parse(place["member"]), int(place["incarnation"]))
-        return None
+        stopped = asyncio.create_task(self.link.stopped())
+        try:
+            while not stopped.done():
+                asked = asyncio.create_task(self.link.call("standby.wait", wait_s=POLL_S, timeout=POLL_S + 60.0))
+                await asyncio.wait({asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if asked.done() and (place := asked.result()) is not None:
+                    return Identity(Member.parse(place["member"]), int(place["incarnation"]))
+                asked.cancel()
+            return None
+        finally:
+            stopped.cancel()
 
 
 def standby(prepare: Callable[[], T], roles: Mapping[str, Callable[[T], None]]) -> None:
@@ -44,6 +53,9 @@ def standby(prepare: Callable[[], T], roles: Mapping[str, Callable[[T], None]]) 
     guard = StandbyGuard()
     place: Identity | None = None
     with guard:
+        for role in roles:  # what a guard of the role imports is slow as well
+            if role in _GUARDS:
+                importlib.import_module(_GUARDS[role])
         prepared = prepare()
         place = guard.wait_for_place()
         if place is not None:
