@@ -70,7 +70,7 @@ class GroupDecoder:
         ValueError: the shapes do not fit the settings, or saved tokens go on after their end.
     """
 
-    def __init__(  # noqa: PLR0917 - the first four name the work, the last two what is left of it
+    def __init__(
         self,
         model: Model,
         settings: Settings,
