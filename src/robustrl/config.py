@@ -19,6 +19,8 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Silence on the control wire after which a living process counts as hung."""
     start_s: float = 60.0
     """From spawn to the first word of a member."""
+    notice_s: float = 10.0
+    """Seconds that a trainer waits for a batch before the log says which role, in which phase, it waits for."""
     limits: dict[str, float] = {}
     """Seconds without progress that a phase may last, by ``role.phase`` or ``phase``: ``{"trainer.train": 120}``."""
 
@@ -108,6 +110,7 @@ class RobustConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "detect.heartbeat_s": self.detect.heartbeat_s,
             "detect.silence_s": self.detect.silence_s,
             "detect.start_s": self.detect.start_s,
+            "detect.notice_s": self.detect.notice_s,
             "persist.flush_s": self.persist.flush_s,
             "restart.window_s": self.restart.window_s,
             "restart.member_lease_s": self.restart.member_lease_s,

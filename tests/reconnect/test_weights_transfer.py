@@ -135,3 +135,12 @@ def test_a_member_with_a_wrong_secret_is_refused_at_once(rig: Rig) -> None:
     stranger = rig.member("rollout/9#1", secret=b"quite another secret, just as long")
     with pytest.raises(RemoteFailure, match="HandshakeRefusedError"):
         stranger.ask("pull", timeout=5.0)
+
+
+def test_closing_ends_a_pull_that_waits(rig: Rig) -> None:
+    rollout = rig.member("rollout/0#1")
+    waiting = rollout.begin("pull")
+    rollout.ask("close")
+    assert rollout.end(waiting) is None
+    rollout.process.join(5)
+    assert rollout.process.exitcode == 0

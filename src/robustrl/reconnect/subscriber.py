@@ -114,6 +114,8 @@ class WeightSubscriber:
         self._config = config
         self._emit = emit
         self._pulling = asyncio.Lock()
+        self._pulls: set[asyncio.Task[HeldVersion | None]] = set()
+        self._closed = False
         self._partial: _Partial | None = None
         self._told: set[tuple[Identity, str]] = set()
         self.corrupt_chunks = 0
@@ -144,19 +146,32 @@ class WeightSubscriber:
         into its timeout has already pulled is kept for the next one.
 
         Returns:
-            None when there is nothing new, or no whole version, after `timeout` seconds.
+            None when there is nothing new, or no whole version, after `timeout` seconds, or when `close` was called.
 
         Raises:
             FencedError: a newer incarnation of this member has taken over.
         """
+        task = asyncio.create_task(self._pull(newer_than, step, timeout))
+        self._pulls.add(task)
+        task.add_done_callback(self._pulls.discard)
         try:
-            async with asyncio.timeout(timeout), self._pulling:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed:
+                return None
+            raise
+
+    async def _pull(self, newer_than: Version | None, step: int | None, timeout: float) -> HeldVersion | None:
+        try:
+            async with asyncio.timeout(timeout):
                 while True:
+                    # Outside the lock: who waits for something newer must not keep out who wants what there is.
                     offer = await self._directory.newest(newer_than, step, wait_s=timeout)
-                    if self._partial is not None and (offer is None or offer.digest != self._partial.digest):
-                        self._partial = None  # half a version that nobody has any more, or that is outdated
-                    if offer is not None and (held := await self._take(offer)) is not None:
-                        return held
+                    async with self._pulling:
+                        if self._partial is not None and (offer is None or offer.digest != self._partial.digest):
+                            self._partial = None  # half a version that nobody has any more, or that is outdated
+                        if offer is not None and (held := await self._take(offer)) is not None:
+                            return held
         except (TimeoutError, DeadlineError):
             return None
 
@@ -173,6 +188,11 @@ class WeightSubscriber:
         await self._holder.announce()
 
     async def close(self) -> None:
+        """Ends pulls that are under way, says goodbye and serves no more."""
+        self._closed = True
+        for task in self._pulls:
+            task.cancel()
+        await asyncio.gather(*self._pulls, return_exceptions=True)
         await self._holder.close()
         self._partial = None
 

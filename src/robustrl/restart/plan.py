@@ -28,6 +28,8 @@ class Loss(msgspec.Struct, frozen=True):
     """Whether the incarnation had served: if not, its start failed."""
     recovered: bool = False
     """Whether a later incarnation of the member has served."""
+    handled: bool = False
+    """Whether what was planned about it was done; if not, the supervisor died over it."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):

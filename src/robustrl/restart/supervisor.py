@@ -150,9 +150,14 @@ class Supervisor:
             self._watch_exit(record.identity, record.process)
         self._ready("reloaded", f"{len(self._adopting)} of {len(living)} living members found again")
         self._adoption_done()
-        # A predecessor that died between a member's death and its plan left a dead record without a successor.
+        # A predecessor that died between a member's death and the end of its plan left work undone.
         for record in records:
-            if record.state is MemberState.DEAD and not any(loss.identity == record.identity for loss in self._history):
+            if record.state is MemberState.PROMOTED:
+                self.roster.move(record.member, MemberState.STARTING, "refill the standby pool")
+                await self._launch(record.member)
+            elif record.state is MemberState.DEAD and not any(
+                loss.identity == record.identity and loss.handled for loss in self._history
+            ):
                 self._judged.add(record.identity)
                 self._lost.put_nowait(
                     (record.identity, Judgement(Verdict.DEAD, "exit", record.cause or "found dead by a new supervisor"))
@@ -173,12 +178,17 @@ class Supervisor:
         """Members end by themselves after the word to stop; what does not is killed."""
         deadline = time.monotonic() + self.config.restart.grace_s
         while time.monotonic() < deadline:
-            if not any(r.process is not None and r.process.alive() for r in self.roster.living()):
+            # Who has finished may still have something to do of its own (a trainer that saves its model).
+            if not any(r.process is not None and r.process.alive() for r in self.roster.all()):
                 break
             await asyncio.sleep(0.05)
         for record in self.roster.all():
             if record.process is not None:
-                await self._runtime.end(record.process, 0.0)
+                try:
+                    await asyncio.wait_for(self._runtime.end(record.process, 0.0), END_SECONDS)
+                except TimeoutError:
+                    text = f"process {record.process.pid} cannot be ended"
+                    self._emit(events.Alarm(text=text, member=str(record.member)))
             if record.living:
                 self.roster.move(record.member, MemberState.FINISHED, "the job is over")
 
@@ -249,16 +259,17 @@ class Supervisor:
             record = self.roster.move(identity.member, MemberState.DEAD, judgement.evidence)
         cause = f"{identity} ({judgement.verdict}, {judgement.signal}): {judgement.evidence}"
         loss = Loss(identity, time.time(), self._step(), cause, record.served)
+        history = [old for old in self._history if old.identity != identity]  # a predecessor began this and died
         todo = plan(
             loss,
             self.roster.all(),
-            self._history,
+            history,
             self._state.job_restarts,
             self.config.restart,
             serves=frozenset(role for spec in self.job.roles if spec.role == STANDBY for role in spec.serves),
             now=loss.at,
         )
-        self._history.append(loss)
+        self._history = [*history, loss]
         self._journal.put_losses(self._history)
         self._emit(
             events.PlanMade(
@@ -273,6 +284,14 @@ class Supervisor:
         await self._bury(record)
         self._tell_members()
         await self._do(todo)
+        self._change_losses(lambda one: one.identity == identity, handled=True)
+
+    def _change_losses(self, which: Callable[[Loss], bool], **changes: bool) -> None:
+        self._history = [
+            msgspec.structs.replace(loss, **changes) if which(loss) else loss  # type: ignore[arg-type]
+            for loss in self._history
+        ]
+        self._journal.put_losses(self._history)
 
     async def _do(self, todo: Plan) -> None:
         for action in todo.actions:
@@ -333,6 +352,9 @@ class Supervisor:
     async def _bury(self, record: MemberRecord) -> None:
         """Makes sure that nothing of a dead incarnation runs on, then reads what it had counted."""
         self.monitor.forget(record.identity)
+        if record.identity in self._adopting:
+            self._adopting.discard(record.identity)
+            self._adoption_done()
         if record.process is not None:
             await asyncio.wait_for(self._runtime.end(record.process, 0.0), END_SECONDS)
         for name, (owner, _) in list(self._services.items()):
@@ -397,6 +419,7 @@ class Supervisor:
             "member.locate": self._locate,
             "standby.wait": self._standby_wait,
             "job.status": self._status,
+            "job.give_up": self._give_up,
         }
         if method not in handlers:
             raise ProtocolError(f"the supervisor has no method {method!r}", who=caller)
@@ -430,12 +453,8 @@ class Supervisor:
             return
         with contextlib.suppress(IllegalMoveError):  # said again after a reconnect
             self.roster.move(caller.member, target, milestone)
-            if target is MemberState.SERVING:
-                self._history = [
-                    msgspec.structs.replace(loss, recovered=True) if loss.identity.member == caller.member else loss
-                    for loss in self._history
-                ]
-                self._journal.put_losses(self._history)
+            if milestone == "serving":
+                self._change_losses(lambda loss: loss.identity.member == caller.member, recovered=True)
             self._tell_members()
 
     async def _failed(self, caller: Identity, *, what: str) -> None:
@@ -452,6 +471,11 @@ class Supervisor:
             self.roster.move(caller.member, MemberState.FINISHED, "its loop is done")
             if all(r.state is MemberState.FINISHED for r in self.roster.all() if r.member.role == TRAINER):
                 self.stop("finished", "")
+
+    async def _give_up(self, caller: Identity, *, cause: str) -> None:
+        """A member found out that the job cannot go on, whoever is replaced."""
+        log.info("%s gives the job up: %s", caller, cause)
+        self.stop("failed", cause)
 
     async def _locate(self, caller: Identity, *, service: str, wait_s: float) -> str:
         async with self._changed:

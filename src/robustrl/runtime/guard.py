@@ -99,10 +99,15 @@ class Guard:
         try:
             if self._handed_over:
                 pass
-            elif error is None or isinstance(error, SystemExit):
+            elif error is None or (isinstance(error, SystemExit) and not error.code):
                 self._leave()
                 self._loop.run(self.link.call("member.finished", timeout=FAREWELL_SECONDS), FAREWELL_SECONDS + 1)
-            elif not isinstance(error, (JobFailedError, FencedError)):
+            elif isinstance(error, JobFailedError):
+                if self.link.failure is None:  # it is no echo of the supervisor's word: the supervisor has to hear it
+                    self._loop.run(
+                        self.link.call("job.give_up", cause=str(error), timeout=FAREWELL_SECONDS), FAREWELL_SECONDS + 1
+                    )
+            elif not isinstance(error, FencedError):
                 self.report(error)
         except RobustError:
             # The exception in hand matters more than a farewell that nobody heard.

@@ -6,6 +6,7 @@ else can take the port) and, as the subreaper, the members as their adoptive par
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import secrets
@@ -21,7 +22,10 @@ from robustrl.detect import ProcessId
 from robustrl.errors import ConfigError, SpawnError
 from robustrl.restart import JobSpec, Journal
 from robustrl.restart.journal import JobState
+from robustrl.restart.supervisor import END_SECONDS
 from robustrl.roles import SUPERVISOR, Identity, Member
+from robustrl.runtime.local import LocalRuntime
+from robustrl.runtime.supervise import GAVE_UP_EXIT
 from robustrl.wire import Address, Secret, bind
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -53,10 +57,14 @@ class Launcher:
             raise ConfigError(f"cannot write the run folder {run_dir}", why=error.strerror or str(error)) from error
         self._socket = bind(host, port)
         self.address = Address(*self._socket.getsockname()[:2])
-        Secret.create(self.run_dir / "secret")
-        job.save(self.run_dir / "job.json")
         self.events = self.run_dir / "events.jsonl"
-        self._log = events.EventLog(self.events, "launcher")
+        try:
+            Secret.create(self.run_dir / "secret")
+            job.save(self.run_dir / "job.json")
+            self._log = events.EventLog(self.events, "launcher")
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(f"cannot write the run folder {run_dir}", why=error.strerror or str(error)) from error
         self._child: subprocess.Popen[bytes] | None = None
         self._lifeline: socket.socket | None = None
         self.incarnation = 0
@@ -103,7 +111,7 @@ class Launcher:
         self._state = journal.job()
         self._orphans |= {record.process.pid for record in journal.records() if record.process is not None}
         journal.close()
-        if self._state.outcome and code in (0, 1):
+        if self._state.outcome and code in (0, GAVE_UP_EXIT):
             self._child = None
             return self._state
         if judged:
@@ -147,6 +155,8 @@ class Launcher:
         if self.incarnation > MAX_RESTARTS:
             self._state = JobState("failed", f"the supervisor died {self.incarnation} times")
             self._child = None
+            self._end_members()
+            self._log.emit(events.JobEnded(outcome=self._state.outcome, cause=self._state.cause))
             return self._state
         self._log.emit(
             events.PlanMade(
@@ -158,6 +168,21 @@ class Launcher:
         )
         self._spawn()
         return None
+
+    def _end_members(self) -> None:
+        """Without a supervisor to come, its last duty is ours."""
+        journal = Journal(self.run_dir / "supervisor.db")
+        processes = [record.process for record in journal.records() if record.process is not None]
+        journal.close()
+        runtime = LocalRuntime(self.run_dir, self.address, self.job.env)
+
+        async def end() -> None:
+            await asyncio.gather(*(asyncio.wait_for(runtime.end(one, 0.0), END_SECONDS) for one in processes))
+
+        try:
+            asyncio.run(end())
+        except TimeoutError:
+            self._log.emit(events.Alarm(text="a member cannot be ended"))
 
     def _spawn(self) -> None:
         self.incarnation += 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from robustrl.wire import RpcClient
+from robustrl import events
+from robustrl.wire import Address, RpcClient
 
 if TYPE_CHECKING:
     from robustrl.runtime.guard import Guard
@@ -15,12 +16,30 @@ PATIENCE_S = 60.0
 
 
 def ledger_link(guard: Guard) -> RpcClient:
-    """A client that finds the ledger through the supervisor and finds it again after each loss."""
+    """A client that finds the ledger through the supervisor and finds it again after each loss, which it says."""
+    reached = False
+
+    def connected() -> None:
+        nonlocal reached
+        reached = True
+
+    async def locate() -> Address:
+        nonlocal reached
+        if reached and not guard.stopping:
+            reached = False
+            guard.emit(
+                events.Alarm(
+                    member=str(guard.identity.member),
+                    text="role manager is down: the connection to the ledger ended; waiting for it to come back",
+                )
+            )
+        return await guard.link.locate(LEDGER)
 
     client = RpcClient(
-        lambda: guard.link.locate(LEDGER),
+        locate,
         guard.identity,
         guard.secret,
+        on_connect=connected,
         patience_s=PATIENCE_S,
         server="the ledger",
     )

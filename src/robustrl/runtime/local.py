@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from robustrl.detect import ProcessId, exit_status
+from robustrl.detect import ProcessId, exit_status, start_time
 from robustrl.errors import SpawnError
 from robustrl.restart.job import RoleSpec
 from robustrl.roles import Identity
@@ -33,6 +33,7 @@ class LocalRuntime:
         self._run_dir = run_dir
         self._supervisor = supervisor
         self._env = dict(env)
+        self._watched: dict[ProcessId, list[Callable[[str], None]]] = {}
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
 
     async def spawn(self, identity: Identity, role: RoleSpec) -> ProcessId:
@@ -55,15 +56,21 @@ class LocalRuntime:
 
     def watch(self, process: ProcessId, on_exit: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
+        if process in self._watched:  # a promoted standby is watched under both of its names; it can be reaped once
+            self._watched[process].append(on_exit)
+            return
         fd = process.open()
         if fd is None:
             loop.call_soon(on_exit, exit_status(process.pid))
             return
+        self._watched[process] = [on_exit]
 
         def ended() -> None:
             loop.remove_reader(fd)
             os.close(fd)
-            on_exit(exit_status(process.pid))
+            how = exit_status(process.pid)
+            for told in self._watched.pop(process):
+                told(how)
 
         loop.add_reader(fd, ended)
 
@@ -130,6 +137,8 @@ def descendants(process: ProcessId) -> list[ProcessId]:
 def _group(leader: ProcessId) -> list[ProcessId]:
     """Living processes of the group that `leader` led. While a group has members its number is not given again, and
     one that started before the leader did is another's."""
+    if start_time(leader.pid) not in (0, leader.started):
+        return []  # the number was given again: nobody of the group was left, and its group now is another's
     return [one for one, _, group in _all_processes() if group == leader.pid and one.started >= leader.started]
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from robustrl.persist import Ledger, LedgerService, Store
-from robustrl.restart import MemberState
+from robustrl.restart.membership import LIVING
 from robustrl.roles import MANAGER, Identity, Member, Phase
 from robustrl.runtime.guard import FAREWELL_SECONDS, Guard
 from robustrl.runtime.ledger_link import LEDGER
 from robustrl.wire import RpcServer, bind
-
-_LIVING = {MemberState.STARTING, MemberState.PENDING_WEIGHTS, MemberState.SERVING, MemberState.STANDBY}
 
 
 class ManagerGuard(Guard):
@@ -76,11 +74,10 @@ class ManagerGuard(Guard):
             store.close()
 
     async def _fence_the_dead(self) -> None:
-        """Releases what older incarnations and dead members held."""
+        """Releases what older incarnations and members that are over held: one that finished in the middle of a lease
+        (its loop was left early) does not come back to it either."""
         for name, (incarnation, state) in self.link.members.items():
-            member = Member.parse(name)
-            alive = state in _LIVING or state == MemberState.FINISHED
-            self._ledger.release_owner(member, incarnation if alive else incarnation + 1)
+            self._ledger.release_owner(Member.parse(name), incarnation if state in LIVING else incarnation + 1)
 
     async def _last_words(self, server: RpcServer) -> None:
         for _ in range(int(FAREWELL_SECONDS / 0.05)):

@@ -79,6 +79,7 @@ class RolloutGuard(Guard):
         super().__init__()
         self._weights = weights
         self._held: dict[int, HeldVersion] = {}
+        self._latest: HeldVersion | None = None
         self._applied: HeldVersion | None = None
         self._serving = False
 
@@ -121,9 +122,17 @@ class RolloutGuard(Guard):
         known = self._held.get(held.version.step)
         if known is None or known.version < held.version:
             self._held[held.version.step] = held
+        if self._latest is None or self._latest.version < held.version:
+            self._latest = held
+            # Steps above the newest version's are of a future that the trainer has gone back from.
+            for step in [step for step in self._held if step > held.version.step]:
+                del self._held[step]
         for step in sorted(self._held)[: -self.config.reconnect.keep_versions]:
             del self._held[step]
         self._newer.set()
+
+    async def _keep(self, held: HeldVersion) -> None:
+        self._hold(held)
 
     def leases(self) -> Iterator[Lease]:
         """Prompts to answer; ends when the run needs no more answers or the job ends.
@@ -203,8 +212,8 @@ class RolloutGuard(Guard):
         return sorted(self._held) if self._weights is not None else [1 << 40]
 
     def _use_newest(self) -> None:
-        if self._held:
-            self._apply(self._held[max(self._held)])
+        if self._latest is not None:
+            self._apply(self._latest)
 
     def _use_weights(self, grant: LeaseGrant) -> Version:
         """Loads the version that this lease is to be answered with, if it is not loaded already."""
@@ -225,6 +234,7 @@ class RolloutGuard(Guard):
                         phase=Phase.SYNC,
                         do="Raise reconnect.keep_versions, or do not ask for exact staleness.",
                     )
+                self._loop.run(self._keep(held))
             self._apply(held)
         assert self._applied is not None
         return self._applied.version

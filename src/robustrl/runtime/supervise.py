@@ -22,6 +22,8 @@ from robustrl.runtime.local import LocalRuntime
 from robustrl.wire import Address, Secret
 
 PULSE_S = 0.25
+GAVE_UP_EXIT = 3
+"""The job failed and everything of it is ended. A supervisor that crashes exits with 1, as Python does."""
 
 
 async def _pulse(lifeline: socket.socket, supervisor: Supervisor) -> None:
@@ -70,7 +72,7 @@ async def supervise(run_dir: Path, incarnation: int, sock: socket.socket, lifeli
         await asyncio.gather(pulse, return_exceptions=True)
         journal.close()
         log.close()
-    return 0 if state.outcome == "finished" else 1
+    return 0 if state.outcome == "finished" else GAVE_UP_EXIT
 
 
 def main(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import time
@@ -9,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from robustrl import events
-from robustrl.errors import ConfigError, RobustError
-from robustrl.persist import END, Batch, LedgerClient
+from robustrl.errors import ConfigError, JobFailedError, RobustError
+from robustrl.persist import Batch, End, LedgerClient
 from robustrl.persist.digest import state_digest
 from robustrl.persist.snapshot import Frozen, Snapshotter, restore_into
 from robustrl.reconnect import DirectoryClient, WeightPublisher
-from robustrl.roles import TRAINER, Phase, Version
+from robustrl.restart import MemberState
+from robustrl.roles import MANAGER, ROLLOUT, TRAINER, Member, Phase, Version
 from robustrl.runtime.guard import FAREWELL_SECONDS, Guard
 from robustrl.runtime.ledger_link import ledger_link
 
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 
 WAIT_S = 2.0
 """Seconds that one question for a batch waits at the ledger; in between the job's failure is looked for."""
-NOTICE_S = 10.0
-"""Seconds of waiting after which the log says for whom."""
+NOTICE_CALL_S = 2.0
+"""The longest that finding out whom we wait for may take; the wait itself goes on meanwhile."""
 
 
 class TrainerGuard(Guard):
@@ -96,37 +98,67 @@ class TrainerGuard(Guard):
                 )
 
     def _next_batch(self) -> Batch | None:
-        waited_since = time.monotonic()
-        noticed = waited_since
         if not self._serving:
             self._serving = True
             self._loop.run(self.link.say("serving"), 30.0)
+        batch = self._loop.run(self._wait_for_batch())
+        return batch if isinstance(batch, Batch) else None
+
+    async def _wait_for_batch(self) -> Batch | End:
+        """Ends with the batch, with END, or with the error that there will be neither."""
+        begun = noticed = time.monotonic()
         while True:
             self.check()
-            batch = self._loop.run(self._ledger.next_batch(self.step + 1, wait_s=WAIT_S))
-            if batch is END:
-                return None
-            if isinstance(batch, Batch):
-                return batch
-            now = time.monotonic()
-            if now - noticed > NOTICE_S:
-                noticed = now
-                self._loop.run(self._say_who_is_awaited(now - waited_since), 30.0)
+            nobody_works = self._rollouts_have_finished()
+            asked = asyncio.create_task(self._ledger.next_batch(self.step + 1, wait_s=WAIT_S))
+            try:
+                while not asked.done():
+                    notice_in = noticed + self.config.detect.notice_s - time.monotonic()
+                    await asyncio.wait({asked}, timeout=max(0.0, notice_in))
+                    now = time.monotonic()
+                    if not asked.done() and now - noticed >= self.config.detect.notice_s:
+                        noticed = now
+                        await self._say_who_is_awaited(now - begun)
+                answer = asked.result()
+            finally:
+                asked.cancel()
+            if answer is not None:
+                return answer
+            if nobody_works:
+                raise JobFailedError(
+                    f"step {self.step + 1} will never have its batch",
+                    who=self.identity,
+                    phase=Phase.WAIT,
+                    why="every rollout has finished, and answers of the batch are missing",
+                    do="A rollout's loop ends when leases() does, not before.",
+                )
+
+    def _rollouts_have_finished(self) -> bool:
+        """Whether there are rollouts and each has said that its work is done: none of them will be replaced."""
+        states = [state for name, (_, state) in self.link.members.items() if Member.parse(name).role == ROLLOUT]
+        return bool(states) and all(state == MemberState.FINISHED for state in states)
 
     async def _say_who_is_awaited(self, seconds: float) -> None:
         """The no-progress notice: which role, in which phase, is the batch waiting for?"""
-        rows = await self.link.call("job.status")
-        stats = await self._ledger.stats()
-        rollouts = ", ".join(
-            f"{row['member']}#{row['incarnation']} {row['state']} in phase {row['phase'] or 'unknown'}"
-            for row in rows
-            if row["member"].startswith("rollout/")
-        )
+        role = ROLLOUT if self._ledger_rpc.connected else MANAGER
+        stats = "away"
+        try:
+            async with asyncio.timeout(NOTICE_CALL_S):
+                rows = await self.link.call("job.status")
+                awaited = ", ".join(
+                    f"{row['member']}#{row['incarnation']} {row['state']} in phase {row['phase'] or 'unknown'}"
+                    for row in rows
+                    if Member.parse(row["member"]).role == role
+                )
+                if self._ledger_rpc.connected:
+                    stats = str(await self._ledger.stats())
+        except (RobustError, TimeoutError) as error:
+            awaited = f"nobody answers for it ({error or 'no answer in time'})"
         self.emit(
             events.Alarm(
                 member=str(self.identity.member),
-                text=f"step {self.step + 1} has waited {seconds:.0f} s for its batch; awaited role rollout: "
-                f"{rollouts}; ledger: {stats}",
+                text=f"step {self.step + 1} has waited {seconds:.0f} s for its batch; awaited role {role}: {awaited}; "
+                f"ledger: {stats}",
             )
         )
 

@@ -181,9 +181,14 @@ class RpcServer:
         if number is None or writer.is_closing():
             return
         try:
-            writer.write(frames.encode(reply))
+            data = frames.encode(reply)
+        except (RobustError, TypeError, ValueError, OverflowError) as error:
+            log.warning("the answer of %s to %s cannot be sent: %s", method, caller, error)
+            data = frames.encode({"id": number, "error": _error_message(error)})
+        try:
+            writer.write(data)
             await writer.drain()
-        except (RobustError, ConnectionError) as error:
+        except ConnectionError as error:
             log.warning("the answer of %s did not reach %s: %s", method, caller, error)
 
 
@@ -223,6 +228,7 @@ class RpcClient:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
+        self._limits: set[asyncio.Timeout] = set()
         self._closed = False
         self.fatal: RobustError | None = None
         """Set to stop all present and future calls with this error (the job failed, we are fenced)."""
@@ -242,7 +248,8 @@ class RpcClient:
         limit = self.patience_s if timeout is None else timeout
         last: Exception | None = None
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as until:
+                self._limits.add(until)
                 for pause in itertools.chain((0.02, 0.05, 0.1), itertools.repeat(0.2)):
                     if self.fatal is not None:
                         raise self.fatal
@@ -261,11 +268,15 @@ class RpcClient:
         except TimeoutError as error:
             if isinstance(error, RobustError):
                 raise
+            if self.fatal is not None:
+                raise self.fatal from None
             raise DeadlineError(
                 f"{method}: no answer from {self._server_name} within {limit:g} s",
                 who=self.identity,
                 why=str(last) if last else "it is connected and silent",
             ) from last
+        finally:
+            self._limits.discard(until)
         raise AssertionError("unreachable")
 
     async def post(self, method: str, /, **params: Any) -> bool:
@@ -281,6 +292,10 @@ class RpcClient:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
+        # Who is still looking for the server, or waits for the next try, hears it now as well.
+        for until in self._limits:
+            if not until.expired():
+                until.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         self._closed = True
@@ -310,6 +325,9 @@ class RpcClient:
             except BaseException:
                 writer.close()
                 raise
+            if self._closed:  # meanwhile
+                writer.close()
+                return
             self._writer = writer
             self._reading = asyncio.create_task(self._read(reader, writer))
             if self._on_connect:
@@ -340,7 +358,8 @@ class RpcClient:
                         except Exception:
                             log.exception("handling %s failed", message["push"])
                     continue
-                future = self._waiting.get(message.get("id", 0))
+                number = message.get("id")
+                future = self._waiting.get(number) if isinstance(number, int) else None
                 if future is None or future.done():
                     continue
                 if "error" in message:
