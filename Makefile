@@ -1,16 +1,34 @@
-# `make demo` and `make test` do everything on a fresh machine with Python 3.11+.
+# `make demo` and `make test` do everything on a fresh machine with Python 3.11 or newer.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ARGS ?=
 
 .PHONY: setup demo test lint clean
 
 setup: $(STAMP)
 
+# torch comes first and pinned: no other package's wish may replace it.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "robustrl needs Python 3.11 or newer")'
+	@$(PYTHON) -c 'import sys; sys.exit("robustrl needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch numpy
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ucx,ray,gpu,report,dev]'
-	touch $@
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch numpy
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[ucx,ray,gpu,report,dev]'
+	@touch $@
+
+# The main job: a real asynchronous RL run, five real faults, a report in report/.
+demo: setup
+	$(BIN)/robustrl demo $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) report .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -15,6 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples at each run: a red run can be had again. `--hypothesis-profile explore` draws new ones.
+_calm = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("explore", **_calm)
+settings.register_profile("robustrl", derandomize=True, **_calm)
+settings.load_profile("robustrl")
 
 GRACE_S = 3.0
 """How long after a test its processes and sockets may still be on their way out."""

@@ -53,7 +53,7 @@ def demo(
         Literal["role", "whole-job"], typer.Option(help="What to restart: the failed role, or everything.")
     ] = "role",
     compare: Annotated[bool, typer.Option("--compare", help="Run both policies with the same faults.")] = False,
-    port: Annotated[int, typer.Option(help="The supervisor's port; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The supervisor's port; 0 takes a free one.")] = 0,
     report: Annotated[Path, typer.Option(help="Where summary.json and timeline.png go.")] = Path("report"),
 ) -> None:
     """Run the reference job, kill its processes on purpose, and show that only the failed role is brought back."""

@@ -58,7 +58,13 @@ class ReconnectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Versions that a member holds and serves."""
     chunk_bytes: int = 1 << 20
     timeout_s: float = 10.0
-    """Deadline of one chunk from one source."""
+    """Deadline of one range from one source: 8 MiB, or one chunk where chunks are larger. A source is left when it is
+    slower than that."""
+    credits: int = 4
+    """Ranges that are asked of one source ahead of what has arrived and was verified."""
+    staging_bytes: int | None = None
+    """Bytes that one version may take while it is frozen or pulled; None for as many as it has. What does not fit is
+    refused."""
 
 
 class RobustConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -120,6 +126,8 @@ class RobustConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "persist.keep_points": self.persist.keep_points,
             "persist.max_failure_streak": self.persist.max_failure_streak,
             "reconnect.keep_versions": self.reconnect.keep_versions,
+            "reconnect.credits": self.reconnect.credits,
+            "reconnect.staging_bytes": 1 if self.reconnect.staging_bytes is None else self.reconnect.staging_bytes,
         } | {f"detect.limits[{name!r}]": limit for name, limit in self.detect.limits.items()}
         for name, value in positive.items():
             if not value > 0:

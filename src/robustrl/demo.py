@@ -127,7 +127,8 @@ def run_demo(checked: Checked, console: Console) -> Summary:
     """Runs the job to its end and writes the report. Raises JobFailedError when the job was given up."""
     options = checked.options
     job = reference_job()
-    settings, weights = _prepare(job, options, console)
+    settings = importlib.import_module("tiny_grpo.settings").Settings(seed=options.seed, steps=options.steps)
+    weights = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "robustrl" / "tiny_grpo_warm.pt"
     run_dir = new_run_dir(options.report / "runs")
     _forget_old_runs(run_dir.parent, keep=4)
     timed = [fault for fault in checked.faults if fault.moment]
@@ -142,6 +143,7 @@ def run_demo(checked: Checked, console: Console) -> Summary:
     )
     launcher = Launcher(spec, run_dir, port=options.port)
     members = tuple(str(member) for member in spec.members())
+    console.print(f"run folder: {run_dir}", soft_wrap=True)
     launcher.log.emit(
         events.JobStarted(
             policy=options.policy,
@@ -152,6 +154,7 @@ def run_demo(checked: Checked, console: Console) -> Summary:
         )
     )
     try:
+        _warm_up(settings, weights, console)
         launcher.start()
         not_struck = _attend(launcher, checked, console)
     finally:
@@ -159,16 +162,14 @@ def run_demo(checked: Checked, console: Console) -> Summary:
     return _report(launcher, checked, settings, not_struck, console)
 
 
-def _prepare(job: ModuleType, options: DemoOptions, console: Console) -> tuple[Any, Path]:
-    settings = importlib.import_module("tiny_grpo.settings").Settings(seed=options.seed, steps=options.steps)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "robustrl"
-    weights = cache / "tiny_grpo_warm.pt"
+def _warm_up(settings: Any, weights: Path, console: Console) -> None:
+    """Makes the model that post-training starts from, unless it is kept from an earlier run."""
     warmup = importlib.import_module("tiny_grpo.warmup")
+    begun = time.monotonic()
     with console.status("supervised warm-up of the model (first run only)") if console.is_terminal else _quiet():
-        begun = time.monotonic()
-        if warmup.ensure(weights, settings):
-            console.print(f"warm-up of the model took {time.monotonic() - begun:.1f} s; it is kept in {weights}")
-    return settings, weights
+        made = warmup.ensure(weights, settings)
+    if made:
+        console.print(f"warm-up of the model took {time.monotonic() - begun:.1f} s; it is kept in {weights}")
 
 
 @contextlib.contextmanager

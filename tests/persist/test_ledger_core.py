@@ -316,6 +316,14 @@ def test_discarding_forgets_all_that_is_not_committed_and_says_how_much(bench: B
     assert bench.said(events.TokensDropped)[0].tokens == 11
 
 
+def test_a_fenced_trainer_may_not_discard(bench: Bench) -> None:
+    bench.lease(rollout(0))
+    bench.ledger.rewind(Identity(TRAINER.member, 2), 0)
+    with pytest.raises(FencedError):
+        bench.ledger.discard_uncommitted(by=TRAINER)
+    assert bench.ledger.stats()["states"] == {"leased": 2}
+
+
 def test_the_audit_finds_what_is_missing(bench: Bench) -> None:
     for step in (1, 2):
         bench.run_step(step)

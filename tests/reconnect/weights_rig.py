@@ -65,7 +65,7 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-class _Member:
+class Driven:
     """Runs in the child: one publisher or subscriber, driven by commands."""
 
     def __init__(self, who: str, address: Address, config: ReconnectConfig, secret: bytes) -> None:
@@ -75,9 +75,13 @@ class _Member:
         self.client = RpcClient(lambda: address, self.identity, key, patience_s=20.0)
         directory = DirectoryClient(self.client.call)
         kind = WeightPublisher if self.identity.member.role == "trainer" else WeightSubscriber
-        self.weights: Any = kind(self.identity, directory, config, key, self.events.append)
+        self.weights: Any = kind(self.identity, directory, config, key, self.events.append, **self.options())
         self.held: Any = None
         self.landed = FORKS.Value("q", 0)
+
+    def options(self) -> dict[str, Any]:
+        """More arguments for the publisher or subscriber."""
+        return {}
 
     async def publish(self, version: str, seed: int, mib: float = 1.0, mutate: bool = False) -> Any:
         tensors = make_tensors(seed, mib)
@@ -146,11 +150,13 @@ class _Member:
         await self.client.close()
 
 
-def _child(who: str, address: Address, config: ReconnectConfig, secret: bytes, pipe: Any, landed: Any) -> None:
+def _child(
+    kind: type[Driven], who: str, address: Address, config: ReconnectConfig, secret: bytes, pipe: Any, landed: Any
+) -> None:
     torch.set_num_threads(1)
 
     async def main() -> None:
-        member = _Member(who, address, config, secret)
+        member = kind(who, address, config, secret)
         member.landed = landed
         await member.weights.start()
         loop = asyncio.get_running_loop()
@@ -181,11 +187,13 @@ def _child(who: str, address: Address, config: ReconnectConfig, secret: bytes, p
 class MemberProcess:
     """A member in a process of its own, as the test sees it."""
 
-    def __init__(self, who: str, address: Address, config: ReconnectConfig, secret: bytes) -> None:
+    def __init__(
+        self, who: str, address: Address, config: ReconnectConfig, secret: bytes, kind: type[Driven] = Driven
+    ) -> None:
         self.who = who
         self.pipe, theirs = FORKS.Pipe()
         self.landed = FORKS.Value("q", 0)
-        self.process = FORKS.Process(target=_child, args=(who, address, config, secret, theirs, self.landed))
+        self.process = FORKS.Process(target=_child, args=(kind, who, address, config, secret, theirs, self.landed))
         self.process.start()
         theirs.close()
         self.number = 0
@@ -249,6 +257,14 @@ class Rig:
     def run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
 
+    def call(self, act: Callable[[], Any]) -> Any:
+        """Does something on the directory's loop."""
+
+        async def there() -> Any:
+            return act()
+
+        return self.run(there())
+
     def host_directory(self) -> None:
         """Begins (or begins anew, on the same port) with an empty directory."""
 
@@ -263,8 +279,8 @@ class Rig:
     def lose_directory(self) -> None:
         self.run(self.server.close())
 
-    def member(self, who: str, *, secret: bytes = SECRET) -> MemberProcess:
-        member = MemberProcess(who, self.address, self.config, secret)
+    def member(self, who: str, *, secret: bytes = SECRET, kind: type[Driven] = Driven) -> MemberProcess:
+        member = MemberProcess(who, self.address, self.config, secret, kind)
         self.members.append(member)
         return member
 

@@ -812,11 +812,13 @@ class Ledger:
             self._flush(sync=True)
         return Rewound(committed=self.committed, consumed=self.consumed)
 
-    def discard_uncommitted(self, why: str = "whole-job restart") -> int:
+    def discard_uncommitted(self, why: str = "whole-job restart", *, by: Identity | None = None) -> int:
         """Forgets everything beyond the committed frontier, as a job without a ledger does. Returns the tokens lost.
 
-        Leases end; the groups are handed out again from their first token.
+        Leases end; the groups are handed out again from their first token. `by` is who asks, where it can be fenced.
         """
+        if by is not None:
+            self._hear(by)
         dropped = 0
         for group in self._groups.values():
             dropped += group.tokens

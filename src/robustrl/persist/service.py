@@ -16,7 +16,7 @@ from robustrl import events
 from robustrl.errors import JobFailedError, LedgerError, RobustError, RoleDownError, StorageError, WriterFencedError
 from robustrl.persist.ledger import Ledger
 from robustrl.persist.records import AppendOp, Batch, End, FailOp, FinishOp, Op, OpResult, Outcome, Scored
-from robustrl.roles import MANAGER, SUPERVISOR, Identity, Member
+from robustrl.roles import MANAGER, SUPERVISOR, TRAINER, Identity, Member
 
 COMMIT_DELAY_S: Final = 0.002
 PAGE_BYTES: Final = 8 << 20
@@ -236,9 +236,10 @@ class LedgerService:
         return released
 
     async def _discard(self, caller: Identity, asked: _Discard) -> int:
-        self._only_management(caller, "discard trajectories")
+        if caller.member.role != TRAINER:  # it alone knows which durable point the job goes on from
+            self._only_management(caller, "discard trajectories")
         with self.ledger.deferred():
-            dropped = self.ledger.discard_uncommitted(asked.why)
+            dropped = self.ledger.discard_uncommitted(asked.why, by=caller)
         await self._durable(0.0)
         return dropped
 

@@ -1,18 +1,14 @@
-"""The bytes of one version in memory: a flat buffer that is written once and then only read.
-
-The buffer is a memfd: it has no name, so nothing is left of it when its process is killed, and a peer on the same
-host can be given its descriptor.
-"""
+"""The bytes of one version: how tensors are frozen into them, and loaded from them."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import mmap
-import os
+import ctypes
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from robustrl.errors import CorruptChunkError, WeightError, WeightMismatchError
 from robustrl.reconnect.manifest import (
@@ -22,38 +18,46 @@ from robustrl.reconnect.manifest import (
     TensorSpec,
     aligned,
     chunk_digest,
+    cover,
+    version_digest,
 )
+from robustrl.reconnect.memory import Buffer, Mapped, Pool
+from robustrl.reconnect.sharding import Layout, Slice, box_of
 
 if TYPE_CHECKING:
     import torch
 
-
-class Buffer:
-    """`size` bytes of shared memory, freed with the last reference. Raises WeightError when memory lacks."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.fd = os.memfd_create("robustrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, self.fd)
-        try:
-            # Taking the pages here turns a lack of memory into an error; touched later, it would be a SIGBUS.
-            os.posix_fallocate(self.fd, 0, max(size, 1))
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self.memory = mmap.mmap(self.fd, max(size, 1))
-        except OSError as error:
-            why = "out of memory" if error.errno in (errno.ENOSPC, errno.ENOMEM) else str(error)
-            raise WeightError(f"cannot take {size} bytes for a weight version", why=why) from error
-        self.view = memoryview(self.memory)[:size]
+SLAB_BYTES: Final = 4 << 20
+"""A tensor is copied in slabs of this size, so that its first chunks are digested while its last are copied."""
+SMALL_BYTES: Final = 256 << 10
+"""Below this, handing work to another thread costs more than the work."""
 
 
 class Content:
-    """A whole version: manifest and bytes. `digest` names it, whatever versions it is published under."""
+    """A whole version: manifest and bytes. `digest` names it, whatever versions it is published under.
 
-    def __init__(self, manifest: Manifest, buffer: Buffer) -> None:
+    Args:
+        manifest: what the bytes are.
+        buffer: the bytes, ours or mapped from a peer.
+        pieces: the chunks that are there, where not all are.
+        release: called when nobody refers to the content any more; the buffer can then be used again.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        buffer: Buffer | Mapped,
+        release: Callable[[], None] | None = None,
+        pieces: Sequence[Piece] | None = None,
+    ) -> None:
         self.manifest = manifest
         self.buffer = buffer
+        self.pieces = pieces
+        self.present = None if pieces is None else cover(pieces)
         self.digest = manifest.digest()
         self.encoded = manifest.encode()
+        if release is not None:
+            weakref.finalize(self, release).atexit = False
 
     @property
     def size(self) -> int:
@@ -69,23 +73,66 @@ def verify(piece: Piece, view: memoryview) -> None:
         )
 
 
-def tensor_in(buffer: Buffer, spec: TensorSpec) -> torch.Tensor:
-    """A tensor whose memory is its place in the buffer (no copy)."""
+def tensor_in(buffer: Buffer | Mapped, spec: TensorSpec) -> torch.Tensor:
+    """A tensor whose memory is its place in the buffer (no copy), valid for as long as the buffer is referred to.
+
+    Its memory may be read-only: writing to it would then end the process.
+    """
+    import numpy as np
     import torch
 
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=dtype)
-    flat = torch.frombuffer(buffer.memory, dtype=torch.uint8, count=spec.nbytes, offset=spec.offset)
-    return flat.view(dtype).reshape(spec.shape)
+    address: int = np.frombuffer(buffer.view, np.uint8).ctypes.data  # torch takes no read-only buffer as it is
+    memory = (ctypes.c_ubyte * spec.nbytes).from_address(address + spec.offset)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes).view(dtype).reshape(spec.shape)
 
 
-def freeze(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> Content:
-    """Copies tensors (any device, any strides) into a new buffer and digests them.
+def freeze(
+    tensors: Mapping[str, torch.Tensor],
+    chunk_bytes: int,
+    pool: Pool | None = None,
+    slices: Mapping[str, Slice] | None = None,
+) -> Content:
+    """Copies tensors (any device, any strides) into a buffer and digests them.
+
+    Args:
+        tensors: by name.
+        chunk_bytes: how much has one digest.
+        pool: where the buffer comes from.
+        slices: which part of a global tensor the tensors of these names are.
 
     Raises:
-        WeightError: a tensor cannot be published (sparse, quantized, a dtype that has no name here).
+        WeightError: a tensor cannot be published (sparse, quantized, a dtype that has no name here), or the memory
+            for a copy cannot be had.
     """
+    import torch
+
+    layout = _lay_out(tensors, slices or {})
+    size = max((spec.offset + spec.nbytes for spec, _ in layout), default=0)
+    pool = Pool() if pool is None else pool
+    buffer = pool.take(size)
+    try:
+        with torch.no_grad(), ThreadPoolExecutor(1, "robustrl-digest") as digester:
+            digests: dict[int, list[Future[bytes] | bytes]] = {}
+            for spec, tensor in layout:
+                if spec.nbytes and spec.offset not in digests:
+                    digests[spec.offset] = list(_copy(buffer, spec, tensor, chunk_bytes, digester))
+            chunks = {
+                offset: b"".join(part if isinstance(part, bytes) else part.result() for part in parts)
+                for offset, parts in digests.items()
+            }
+    except BaseException:
+        pool.give(buffer)
+        raise
+    specs = (
+        msgspec.structs.replace(spec, chunks=chunks[spec.offset] if spec.nbytes else b"") for spec, _ in layout
+    )
+    return Content(Manifest(chunk_bytes, tuple(specs)), buffer, lambda: pool.give(buffer))
+
+
+def _lay_out(tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> list[tuple[TensorSpec, torch.Tensor]]:
     import torch
 
     layout: list[tuple[TensorSpec, torch.Tensor]] = []
@@ -96,29 +143,48 @@ def freeze(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> Content:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout != torch.strided or dtype not in ITEM_BYTES:
             raise WeightError(f"tensor {name!r} cannot be published", why=f"{tensor.layout} of {tensor.dtype}")
+        part = slices.get(name)
+        if part is not None and part.size != tuple(tensor.shape):
+            raise WeightError(f"tensor {name!r} is not the slice it is said to be", why=f"{tensor.shape}, {part}")
         offset = 0
         if tensor.numel():
             key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
             offset = places.setdefault(key, free)
             if offset == free:
                 free = aligned(free + tensor.numel() * ITEM_BYTES[dtype])
-        layout.append((TensorSpec(name, dtype, tuple(tensor.shape), offset), tensor))
-    size = max((spec.offset + spec.nbytes for spec, _ in layout), default=0)
-    buffer = Buffer(size)
-    digests: dict[int, bytes] = {}
-    specs: list[TensorSpec] = []
-    with torch.no_grad():
-        for spec, tensor in layout:
-            if spec.nbytes and spec.offset not in digests:
-                tensor_in(buffer, spec).copy_(tensor)
-                end = spec.offset + spec.nbytes
-                digests[spec.offset] = b"".join(
-                    chunk_digest(buffer.view[start : min(start + chunk_bytes, end)])
-                    for start in range(spec.offset, end, chunk_bytes)
-                )
-            chunks = digests[spec.offset] if spec.nbytes else b""
-            specs.append(TensorSpec(spec.name, spec.dtype, spec.shape, spec.offset, chunks))
-    return Content(Manifest(chunk_bytes, tuple(specs)), buffer)
+        whole, start = (part.whole, part.start) if part else ((), ())
+        layout.append((TensorSpec(name, dtype, tuple(tensor.shape), offset, b"", whole, start), tensor))
+    return layout
+
+
+def _copy(
+    buffer: Buffer, spec: TensorSpec, tensor: torch.Tensor, chunk_bytes: int, digester: ThreadPoolExecutor
+) -> Iterator[Future[bytes] | bytes]:
+    """Copies one tensor and yields the digests of its chunks, in order."""
+    target = tensor_in(buffer, spec)
+    digested = 0
+    if spec.nbytes <= SMALL_BYTES:
+        target.copy_(tensor)
+        yield digest_chunks(buffer.view, spec.offset, spec.offset + spec.nbytes, chunk_bytes)
+        return
+    if tensor.is_contiguous():
+        source, target = tensor.reshape(-1), target.reshape(-1)
+    else:
+        source = tensor
+    rows = len(source)
+    step = max(1, SLAB_BYTES * rows // spec.nbytes)
+    for row in range(0, rows, step):
+        target[row : row + step].copy_(source[row : row + step])
+        copied = min(row + step, rows) * (spec.nbytes // rows)
+        end = spec.nbytes if copied == spec.nbytes else copied // chunk_bytes * chunk_bytes
+        if end > digested:
+            yield digester.submit(digest_chunks, buffer.view, spec.offset + digested, spec.offset + end, chunk_bytes)
+            digested = end
+
+
+def digest_chunks(view: memoryview, start: int, end: int, chunk_bytes: int) -> bytes:
+    """The digests of the chunks between two places of a buffer, one after another."""
+    return b"".join(chunk_digest(view[at : min(at + chunk_bytes, end)]) for at in range(start, end, chunk_bytes))
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> str:
@@ -126,29 +192,53 @@ def weights_digest(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> str
     return freeze(tensors, chunk_bytes).digest
 
 
-def load(content: Content, target: Mapping[str, torch.Tensor]) -> str:
+def load(contents: Content | Sequence[Content], target: Mapping[str, torch.Tensor], layout: Layout | None = None) -> str:
     """Copies a version into live tensors and returns its digest. Checks every tensor before it touches the first.
+
+    Args:
+        contents: the version, or its parts in order.
+        target: by name.
+        layout: which slice of a global tensor the targets of these names are.
 
     Raises:
         WeightMismatchError: names, a shape or a dtype differ; nothing was changed.
     """
     import torch
 
-    specs = {spec.name: spec for spec in content.manifest.tensors}
+    parts = [contents] if isinstance(contents, Content) else list(contents)
+    specs: dict[str, list[tuple[Content, TensorSpec]]] = {}
+    for content in parts:
+        for spec in content.manifest.tensors:
+            specs.setdefault(spec.name, []).append((content, spec))
+    plan: list[tuple[torch.Tensor, Content, TensorSpec, Slice]] = []
     for name in sorted(specs.keys() | target.keys()):
         if name not in target:
             raise WeightMismatchError(f"tensor {name!r} was published and the receiver has none of that name")
         if name not in specs:
             raise WeightMismatchError(f"the receiver's tensor {name!r} was not published")
-        spec, ours = specs[name], target[name]
+        ours = target[name]
+        wanted = (layout or {}).get(name) or Slice.all(tuple(ours.shape))
         dtype = str(ours.dtype).removeprefix("torch.")
-        if (spec.shape, spec.dtype) != (tuple(ours.shape), dtype):
+        missing, seen = wanted.count, set()
+        for content, spec in specs[name]:
+            box = box_of(spec)
+            if (box.whole, spec.dtype) != (wanted.whole, dtype) or wanted.size != tuple(ours.shape):
+                raise WeightMismatchError(
+                    f"tensor {name!r} does not fit",
+                    why=f"published are {spec.dtype} {list(box.whole)}, the receiver has {dtype} {list(ours.shape)}"
+                    + (f" as its part of {list(wanted.whole)}" if wanted.whole != tuple(ours.shape) else ""),
+                )
+            common = box.meet(wanted)
+            if common is not None and box not in seen:  # ranks may hold the same slice: one of them is enough
+                seen.add(box)
+                missing -= common.count
+                plan.append((ours[common.within(wanted)], content, spec, common))
+        if missing:
             raise WeightMismatchError(
-                f"tensor {name!r} does not fit",
-                why=f"published are {spec.dtype} {list(spec.shape)}, the receiver has {dtype} {list(ours.shape)}",
+                f"tensor {name!r} was not published whole",
+                why=f"the slices leave {missing} of {wanted.count} elements open, or overlap",
             )
     with torch.no_grad():
-        for name, spec in specs.items():
-            if spec.nbytes:
-                target[name].copy_(tensor_in(content.buffer, spec))
-    return content.digest
+        for ours, content, spec, common in plan:
+            ours.copy_(tensor_in(content.buffer, spec)[common.within(box_of(spec))])
+    return version_digest([content.digest for content in parts])

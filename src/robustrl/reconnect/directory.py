@@ -194,6 +194,12 @@ class Directory:
             self._failed = {pair: until for pair, until in self._failed.items() if until > now}
             self._failed[puller, source] = self._suspect[source] = now + self.avoid_s
 
+    def places(self, member: Member) -> list[tuple[Identity, Identity]]:
+        """(puller, source) for each place at a source that an incarnation of `member` has."""
+        return sorted(
+            (who, source) for source, pullers in self._pullers.items() for who in pullers if who.member == member
+        )
+
     def next_change(self, now: float) -> float | None:
         """When an assignment that is refused now may succeed although nobody says anything, or None."""
         times = [*self._failed.values(), *(until for pullers in self._pullers.values() for until in pullers.values())]

@@ -12,6 +12,7 @@ from robustrl.events import Emit
 from robustrl.reconnect import transports
 from robustrl.reconnect.content import Content
 from robustrl.reconnect.directory import Offer
+from robustrl.reconnect.memory import MemoryReport, Pool
 from robustrl.reconnect.service import DirectoryClient
 from robustrl.roles import Identity, Version
 from robustrl.wire import Secret
@@ -40,6 +41,7 @@ class Holder:
         self.emit = emit
         self.origin = origin
         self.transports = transports.make(config, identity, secret, host)
+        self.pool = Pool(config.staging_bytes, identity)
         self.endpoints: dict[str, str] = {}
         self.contents: dict[Version, Content] = {}
         self._announcing = asyncio.Lock()
@@ -48,6 +50,16 @@ class Holder:
     def served_bytes(self) -> int:
         """Bytes of weights that pullers were given."""
         return sum(transport.served_bytes for transport in self.transports.values())
+
+    def memory_report(self) -> MemoryReport:
+        distinct = {content.digest: content.size for content in list(self.contents.values())}
+        return MemoryReport(
+            held=sum(distinct.values()),
+            own=self.pool.own,
+            idle=self.pool.idle,
+            mapped=sum(transport.mapped_bytes for transport in self.transports.values()),
+            peak=self.pool.peak,
+        )
 
     async def start(self) -> None:
         for name, transport in self.transports.items():
@@ -100,3 +112,4 @@ class Holder:
         for transport in self.transports.values():
             await transport.close()
         self.contents = {}
+        self.pool.clear()

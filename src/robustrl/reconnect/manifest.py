@@ -6,6 +6,7 @@ equal digest whatever their version, their order or the way they are tied.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Final, NamedTuple, Self
@@ -57,6 +58,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=16)]
     offset: Size
     chunks: bytes = b""
+    whole: Annotated[tuple[Size, ...], msgspec.Meta(max_length=16)] = ()
+    """The shape of the global tensor that this is a part of; empty where it is whole."""
+    start: Annotated[tuple[Size, ...], msgspec.Meta(max_length=16)] = ()
+    """Where in `whole` the part begins."""
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +99,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         """The version's digest: 32 hexadecimal digits."""
         state = xxhash.xxh3_128(_encoder.encode(self.chunk_bytes))
         for spec in self.tensors:
-            state.update(_encoder.encode((spec.name, spec.dtype, spec.shape, spec.chunks)))
+            part = (spec.whole, spec.start) if spec.whole else ()
+            state.update(_encoder.encode((spec.name, spec.dtype, spec.shape, spec.chunks, *part)))
         return str(state.hexdigest())
 
     def pieces(self) -> list[Piece]:
@@ -141,6 +147,11 @@ def chunk_digest(data: bytes | memoryview) -> bytes:
     return bytes(xxhash.xxh3_128_digest(data))
 
 
+def version_digest(parts: Sequence[str]) -> str:
+    """The digest of a version from those of its parts, in order; that of a single part is its own."""
+    return parts[0] if len(parts) == 1 else str(xxhash.xxh3_128_hexdigest("/".join(parts)))
+
+
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     return -(-nbytes // chunk_bytes)
 
@@ -162,6 +173,14 @@ def _check(manifest: Manifest) -> None:
         if spec.name <= last:
             raise refuse(spec, "names are not sorted or not unique")
         last = spec.name
+        if len(spec.start) != len(spec.whole) or (
+            spec.whole
+            and (
+                len(spec.shape) != len(spec.whole)
+                or any(at + n > all_ for at, n, all_ in zip(spec.start, spec.shape, spec.whole, strict=True))
+            )
+        ):
+            raise refuse(spec, f"{spec.start}+{spec.shape} is no part of {spec.whole}")
         size = spec.nbytes
         if size > MAX_BYTES - free:
             raise refuse(spec, f"more than {MAX_BYTES} bytes in all")
@@ -204,11 +223,28 @@ def plan_ranges(pieces: Iterable[Piece], limit: int) -> list[tuple[Range, list[P
     return groups
 
 
-def check_ranges(ranges: Sequence[tuple[int, int]], size: int) -> list[Range]:
-    """Ranges as a peer asks for them. Raises ProtocolError for one that is not inside the buffer."""
+def cover(pieces: Iterable[Piece]) -> list[Range]:
+    """The ranges that chunks lie in, in order; gaps between neighbours that only align them are included."""
+    return [wanted for wanted, _ in plan_ranges(pieces, MAX_BYTES)]
+
+
+def check_ranges(
+    ranges: Sequence[tuple[int, int]], size: int, present: Sequence[Range] | None = None
+) -> list[Range]:
+    """Ranges as a peer asks for them. Raises ProtocolError for one that is not inside the buffer.
+
+    Args:
+        ranges: start and length of each.
+        size: of the buffer.
+        present: the ranges that are there, in order; None where all are.
+    """
     checked: list[Range] = []
     for start, length in ranges:
         if start < 0 or length <= 0 or start + length > size:
             raise ProtocolError(f"bytes {start}+{length} were asked for", why=f"the version has {size}")
+        if present is not None:
+            before = bisect.bisect_right(present, start, key=lambda there: there.start) - 1
+            if before < 0 or start + length > present[before].start + present[before].length:
+                raise ProtocolError(f"bytes {start}+{length} were asked for", why="this relay holds other parts")
         checked.append(Range(start, length))
     return checked

@@ -15,6 +15,7 @@ from robustrl.errors import WeightError
 from robustrl.events import Emit
 from robustrl.reconnect.content import freeze
 from robustrl.reconnect.holder import Holder
+from robustrl.reconnect.memory import MemoryReport
 from robustrl.reconnect.service import DirectoryClient
 from robustrl.roles import Identity, Version
 from robustrl.wire import Secret
@@ -65,6 +66,10 @@ class WeightPublisher:
         """Bytes of weights that pullers were given."""
         return self._holder.served_bytes
 
+    def memory_report(self) -> MemoryReport:
+        """What the versions held occupy."""
+        return self._holder.memory_report()
+
     async def start(self) -> None:
         """Begins to serve. Raises MissingDependencyError or ConfigError when the transport cannot be had."""
         await self._holder.start()
@@ -78,6 +83,7 @@ class WeightPublisher:
         Raises:
             FencedError: a newer incarnation has taken over.
             WeightError: a tensor cannot be published, or the version is not above the newest.
+            StagingError: the copy does not fit `reconnect.staging_bytes` or the machine.
         """
         began = time.monotonic()
         async with self._publishing:
@@ -86,7 +92,7 @@ class WeightPublisher:
                 raise WeightError(
                     f"version {version} is not above the newest", who=self._holder.identity, why=f"{held[-1]} is held"
                 )
-            content = await asyncio.to_thread(freeze, tensors, self._config.chunk_bytes)
+            content = await asyncio.to_thread(freeze, tensors, self._config.chunk_bytes, self._holder.pool)
             # The same weights under another version need no second copy.
             content = self._holder.find(content.digest) or content
             await self._holder.add(version, content, publish=True)

@@ -81,6 +81,10 @@ class DirectoryService:
 
     def fence(self, member: Member, incarnation: int) -> None:
         """See `Directory.fence`; wakes whoever waits for a place that becomes free."""
+        for puller, source in self.directory.places(member):
+            if puller.incarnation < incarnation:
+                text = f"{puller} in phase sync was lost while it pulled from {source}"
+                self._emit(events.Alarm(text=text, member=str(member)))
         self.directory.fence(member, incarnation)
         self._wake()
 
@@ -113,7 +117,8 @@ class DirectoryService:
                 done = _read(params, _Release)
                 self.directory.release(caller, done.source, self._clock(), failed=done.failed)
                 if done.failed:
-                    self._emit(events.Alarm(text=f"{caller} gave up source {done.source}: {done.why}"))
+                    text = f"{caller} in phase sync gave up source {done.source} {done.why}"
+                    self._emit(events.Alarm(text=text, member=str(done.source.member)))
                 self._wake()
             case "retire":
                 _read(params, _Retire)

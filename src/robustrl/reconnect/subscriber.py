@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from robustrl import events
@@ -20,6 +21,7 @@ from robustrl.errors import (
     ProtocolError,
     RobustError,
     TransportError,
+    WeightMismatchError,
     WireError,
 )
 from robustrl.events import Emit
@@ -70,6 +72,12 @@ class _Partial:
         self.transports: list[str] = []
         self.pulled = 0
 
+    def progress(self) -> str:
+        if self.manifest is None:
+            return "before the manifest"
+        chunks = len(self.manifest.pieces())
+        return f"after {chunks - len(self.missing)} of {chunks} chunks"
+
     def prepare(self, manifest: Manifest, others: list[Content]) -> None:
         """Takes memory for the version and copies what other versions have of it."""
         self.buffer = Buffer(manifest.size)
@@ -96,6 +104,8 @@ class WeightSubscriber:
         secret: the job's secret.
         emit: takes `events.VersionCommitted` and `events.TransportChosen`.
         host: the address to serve on.
+        on_apply: called with each version that was loaded, before `applied` says so: the place to drop what was
+            computed with other weights (KV and prefix caches). When it raises, the member holds no usable weights.
     """
 
     def __init__(
@@ -107,8 +117,12 @@ class WeightSubscriber:
         emit: Emit,
         *,
         host: str = LOOPBACK,
+        on_apply: Callable[[HeldVersion], None] | None = None,
     ) -> None:
         self.identity = identity
+        self._on_apply = on_apply
+        self._applied: HeldVersion | None = None
+        self._applying = threading.Lock()
         self._holder = Holder(identity, directory, config, secret, emit, host=host, origin=False)
         self._directory = directory
         self._config = config
@@ -175,13 +189,37 @@ class WeightSubscriber:
         except (TimeoutError, DeadlineError):
             return None
 
+    @property
+    def applied(self) -> HeldVersion | None:
+        """What the live tensors hold. Its digest is the key under which results of these weights may be kept.
+
+        None before the first version, while one is loaded, and after a load or `on_apply` failed half-way: such a
+        member must not serve until an `apply` has ended well.
+        """
+        return self._applied
+
     def apply(self, held: HeldVersion, target: Mapping[str, torch.Tensor]) -> str:
-        """Copies a version into live tensors; from any thread. Returns the digest of what was loaded.
+        """Copies a version into live tensors; from any thread, one at a time. Returns the digest of what was loaded.
 
         Raises:
-            WeightMismatchError: a name, shape or dtype differs; no tensor was touched.
+            WeightMismatchError: a name, shape or dtype differs; no tensor was touched, `applied` stays.
+            Exception: what `on_apply` raised; `applied` is None.
         """
-        return load(held.content, target)
+        with self._applying:
+            before, self._applied = self._applied, None
+            try:
+                digest = load(held.content, target)
+            except WeightMismatchError:
+                self._applied = before
+                raise
+            if self._on_apply is not None:
+                self._on_apply(held)
+            self._applied = held
+        return digest
+
+    async def adopt(self, held: HeldVersion) -> None:
+        """Takes over a version that this process held as another member, and serves it."""
+        await self._holder.add(held.version, held.content)
 
     async def reannounce(self) -> None:
         """Tells the directory again what is held; to be called after each reconnect to its host."""
@@ -265,7 +303,7 @@ class WeightSubscriber:
             raise
         why = ""
         if failure is not None:
-            why = str(failure) or f"nothing came within {self._config.timeout_s:g} s"
+            why = f"{partial.progress()}: {str(failure) or f'nothing came within {self._config.timeout_s:g} s'}"
             log.warning("%s: source %s of version %s failed: %s", self.identity, source, assignment.version, why)
         await self._directory.release(source, failed=failure is not None, why=why)
         return failure is None

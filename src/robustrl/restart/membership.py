@@ -32,7 +32,7 @@ class MemberState(StrEnum):
 _S = MemberState
 MOVES: Final[dict[MemberState, frozenset[MemberState]]] = {
     _S.ABSENT: frozenset({_S.STARTING}),
-    _S.STARTING: frozenset({_S.PENDING_WEIGHTS, _S.STANDBY, _S.DEAD, _S.FINISHED}),
+    _S.STARTING: frozenset({_S.PENDING_WEIGHTS, _S.STANDBY, _S.PROMOTED, _S.DEAD, _S.FINISHED}),
     _S.STANDBY: frozenset({_S.PROMOTED, _S.DEAD, _S.FINISHED}),
     _S.PENDING_WEIGHTS: frozenset({_S.SERVING, _S.DEAD, _S.FINISHED}),
     _S.SERVING: frozenset({_S.DEAD, _S.FINISHED}),

@@ -139,15 +139,18 @@ def plan(
     if member.role == TRAINER and loss.step > 0 and any(old.step == loss.step for old in mine[-1:]):
         return _restart_job(job_restarts, config, now, first_cause, f"{member} failed twice in step {loss.step}")
 
+    if member.role not in serves or config.standby != "dedicated":
+        return Plan((Spawn(member),), "cold start: no standby is kept for this role")
+    # One that is still warming up is ahead of a process that would start only now.
+    ready = {MemberState.STANDBY: 0, MemberState.STARTING: 1}
     standbys = sorted(
-        (r for r in records if r.member.role == STANDBY and r.state is MemberState.STANDBY), key=lambda r: r.member
+        (r for r in records if r.member.role == STANDBY and r.state in ready), key=lambda r: (ready[r.state], r.member)
     )
-    if member.role in serves and config.standby == "dedicated" and standbys:
-        warm = standbys[0]
-        return Plan((Promote(warm.identity, member), Spawn(warm.member)), "a warm standby takes the place")
-    return Plan(
-        (Spawn(member),), "no standby for it: cold start" if member.role in serves else "light role: cold start"
-    )
+    if not standbys:
+        return Plan((Spawn(member),), "cold start: no standby is left")
+    chosen = standbys[0]
+    how = "warm" if chosen.state is MemberState.STANDBY else "half-warm"
+    return Plan((Promote(chosen.identity, member), Spawn(chosen.member)), f"a {how} standby takes the place")
 
 
 def _restart_job(job_restarts: Sequence[float], config: RestartConfig, now: float, cause: str, why: str) -> Plan:

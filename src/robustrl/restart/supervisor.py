@@ -138,6 +138,11 @@ class Supervisor:
                 await self._launch(member)
             self._ready("serving")
             return
+        if self.config.restart.policy == "whole-job" and not self._state.outcome:
+            self._ready("reloaded")
+            await self._restart_job("the supervisor died")
+            self._ready("serving")
+            return
         now = time.monotonic()
         living = [record for record in records if record.living]
         for record in living:
@@ -287,10 +292,7 @@ class Supervisor:
         self._change_losses(lambda one: one.identity == identity, handled=True)
 
     def _change_losses(self, which: Callable[[Loss], bool], **changes: bool) -> None:
-        self._history = [
-            msgspec.structs.replace(loss, **changes) if which(loss) else loss  # type: ignore[arg-type]
-            for loss in self._history
-        ]
+        self._history = [msgspec.structs.replace(loss, **changes) if which(loss) else loss for loss in self._history]
         self._journal.put_losses(self._history)
 
     async def _do(self, todo: Plan) -> None:
@@ -327,6 +329,8 @@ class Supervisor:
         self.roster.move(member, MemberState.STARTING, f"promotion of {standby}", origin=standby)
         self.roster.move(standby.member, MemberState.PROMOTED, f"becomes {member}")
         self.monitor.forget(standby)
+        # Its process serves weights under the new name from now on. Its connection stays: it has yet to hear of that.
+        self._weights.fence(standby.member, standby.incarnation + 1)
         record = self.roster[member]
         self.monitor.watch(record.identity, time.monotonic())
         if process is not None:
@@ -403,8 +407,12 @@ class Supervisor:
         """A lost connection alone is no verdict: the process's exit or its silence will be."""
 
     async def _handle(self, caller: Identity, method: str, params: dict[str, Any]) -> Any:
-        if not self.roster.current(caller) and not (method == "standby.wait" and self._place_of(caller)):
-            raise FencedError("this incarnation was replaced", who=caller, do="It must end itself.")
+        if not self.roster.current(caller):
+            if self._place_of(caller) is None:
+                raise FencedError("this incarnation was replaced", who=caller, do="It must end itself.")
+            # A promoted standby that has yet to hear of its place: what it says of itself does not count any more.
+            if method in ("member.beat", "member.ready"):
+                return None
         self.monitor.heard(caller, time.monotonic())
         if method == "member.beat":
             self.monitor.beat(caller, time.monotonic(), **params)
@@ -426,8 +434,7 @@ class Supervisor:
         return await handlers[method](caller, **params)
 
     async def _hello(self, caller: Identity, *, pid: int, started: int, services: dict[str, str]) -> dict[str, Any]:
-        record = self.roster[caller.member]
-        if record.process is None:
+        if self.roster.current(caller) and self.roster[caller.member].process is None:
             self.roster.set_process(caller.member, ProcessId(pid, started))
             self._watch_exit(caller, ProcessId(pid, started))
         for name, address in services.items():

@@ -16,8 +16,10 @@ from robustrl import events
 from robustrl.config import RobustConfig
 from robustrl.detect import ProgressCell
 from robustrl.errors import ConfigError, FencedError, JobFailedError, RobustError
+from robustrl.reconnect import DirectoryClient, WeightSubscriber
 from robustrl.restart.supervisor import cell_path
 from robustrl.roles import Identity, Member, Phase, Role
+from robustrl.runtime.follower import WeightFollower
 from robustrl.runtime.link import Link
 from robustrl.runtime.loop import shared_loop
 from robustrl.wire import Address, Secret
@@ -125,6 +127,14 @@ class Guard:
             self._loop.run(self.link.close(), FAREWELL_SECONDS)
         finally:
             self.log.close()
+
+    def follower(self) -> WeightFollower:
+        """A follower of the trainer's weights for this member, not started yet."""
+        subscriber = WeightSubscriber(
+            self.identity, DirectoryClient(self.link.call), self.config.reconnect, self.secret, self.emit
+        )
+        self.link.on_connect.append(subscriber.reannounce)
+        return WeightFollower(subscriber, self.config.reconnect.keep_versions)
 
     def hand_over(self) -> None:
         """Leaving will say nothing: the process goes on as another member."""

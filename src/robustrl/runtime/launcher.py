@@ -20,7 +20,7 @@ from pathlib import Path
 from robustrl import events
 from robustrl.detect import ProcessId
 from robustrl.errors import ConfigError, SpawnError
-from robustrl.restart import JobSpec, Journal
+from robustrl.restart import JobSpec, Journal, RestartJob
 from robustrl.restart.journal import JobState
 from robustrl.restart.supervisor import END_SECONDS
 from robustrl.roles import SUPERVISOR, Identity, Member
@@ -158,11 +158,12 @@ class Launcher:
             self._end_members()
             self._log.emit(events.JobEnded(outcome=self._state.outcome, cause=self._state.cause))
             return self._state
+        whole_job = self.job.config.restart.policy == "whole-job"
         self._log.emit(
             events.PlanMade(
                 member=SUPERVISOR + "/0",
                 incarnation=self.incarnation,
-                actions=("spawn supervisor/0",),
+                actions=("spawn supervisor/0", *((str(RestartJob()),) if whole_job else ())),
                 why="the launcher brings it back",
             )
         )

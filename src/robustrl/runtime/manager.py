@@ -52,9 +52,6 @@ class ManagerGuard(Guard):
             config=self.config.persist,
             emit=self.emit,
         )
-        if self.config.restart.policy == "whole-job" and self.identity.incarnation > 1:
-            # What people have today: a restart goes back to the last checkpoint, and all that was under way is lost.
-            self._ledger.discard_uncommitted("whole-job restart")
         await self.link.say("reloaded")
         service = LedgerService(self._ledger, emit=self.emit)
         server = RpcServer(service.handle, self.secret, bind())

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from robustrl.errors import DeadlineError, RobustError
 from robustrl.persist import END, LeaseGrant, LeaseWriter, LedgerClient
-from robustrl.reconnect import DirectoryClient, HeldVersion, WeightSubscriber
+from robustrl.reconnect import HeldVersion
 from robustrl.roles import ROLLOUT, Phase, Version
+from robustrl.runtime.follower import take_warm
 from robustrl.runtime.guard import ATTACH_SECONDS, FAREWELL_SECONDS, Guard
 from robustrl.runtime.ledger_link import ledger_link
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 LEASE_WAIT_S = 2.0
-PULL_WAIT_S = 5.0
 FIRST_WEIGHTS_S = 300.0
 EXACT_WEIGHTS_S = 60.0
 """How long an exact older version is looked for before the lease is given back."""
@@ -78,68 +79,33 @@ class RolloutGuard(Guard):
     def __init__(self, weights: Mapping[str, torch.Tensor] | None) -> None:
         super().__init__()
         self._weights = weights
-        self._held: dict[int, HeldVersion] = {}
-        self._latest: HeldVersion | None = None
         self._applied: HeldVersion | None = None
         self._serving = False
 
     def __enter__(self) -> RolloutGuard:
         super().__enter__()
         self._ledger_rpc = ledger_link(self)
-        config = self.config
-        self._ledger = LedgerClient(self._ledger_rpc.call, flush_s=config.persist.flush_s)
-        self._subscriber = WeightSubscriber(
-            self.identity, DirectoryClient(self.link.call), config.reconnect, self.secret, self.emit
-        )
+        self._ledger = LedgerClient(self._ledger_rpc.call, flush_s=self.config.persist.flush_s)
         self._loop.run(self._start(), ATTACH_SECONDS)
         return self
 
     async def _start(self) -> None:
-        self._newer = asyncio.Event()
         self._stop = asyncio.Event()
         self.link.on_stop.append(self._stop.set)
         if self.link.stopping:
             self._stop.set()
         await self._ledger.start()
         if self._weights is not None:
-            await self._subscriber.start()
-            self.link.on_connect.append(self._subscriber.reannounce)
-            self._following = asyncio.create_task(self._follow())
-            self.watch(self._following)
+            self._weights_from = self.follower()
+            self.watch(await self._weights_from.start(take_warm()))
         await self.link.say("reloaded")
-
-    async def _follow(self) -> None:
-        """Keeps the newest version at hand, so that a loop between two leases need not wait for it."""
-        newest: Version | None = None
-        while True:
-            held = await self._subscriber.pull(newer_than=newest, timeout=PULL_WAIT_S)
-            if held is not None:
-                newest = held.version
-                self._hold(held)
-                self.cell.move()
-
-    def _hold(self, held: HeldVersion) -> None:
-        known = self._held.get(held.version.step)
-        if known is None or known.version < held.version:
-            self._held[held.version.step] = held
-        if self._latest is None or self._latest.version < held.version:
-            self._latest = held
-            # Steps above the newest version's are of a future that the trainer has gone back from.
-            for step in [step for step in self._held if step > held.version.step]:
-                del self._held[step]
-        for step in sorted(self._held)[: -self.config.reconnect.keep_versions]:
-            del self._held[step]
-        self._newer.set()
-
-    async def _keep(self, held: HeldVersion) -> None:
-        self._hold(held)
 
     def leases(self) -> Iterator[Lease]:
         """Prompts to answer; ends when the run needs no more answers or the job ends.
 
         Newer weights are loaded between two leases, never within one. Raises JobFailedError when the job is given up.
         """
-        if self._weights is not None and not self._held:
+        if self._weights is not None and self._weights_from.latest is None:
             with self.phase(Phase.SYNC):
                 self._loop.run(self._first_weights(), FIRST_WEIGHTS_S + 5.0)
         while True:
@@ -160,7 +126,7 @@ class RolloutGuard(Guard):
 
     async def _first_weights(self) -> None:
         deadline = time.monotonic() + FIRST_WEIGHTS_S
-        while not self._held and not self.link.stopping:
+        while self._weights_from.latest is None and not self.link.stopping:
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"no weights within {FIRST_WEIGHTS_S:g} s",
@@ -172,11 +138,15 @@ class RolloutGuard(Guard):
 
     async def _changed(self, timeout: float) -> None:
         """Returns when there is a newer version, or the word to stop, or after `timeout` seconds."""
-        self._newer.clear()
-        waits = [asyncio.create_task(self._newer.wait()), asyncio.create_task(self._stop.wait())]
-        await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        waits = [asyncio.create_task(self._stop.wait())]
+        if self._weights is not None:
+            self._weights_from.newer.clear()
+            waits.append(asyncio.create_task(self._weights_from.newer.wait()))
+        try:
+            await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # whoever waits for us may have stopped waiting
+            for wait in waits:
+                wait.cancel()
 
     async def _next_grant(self, patience_s: float | None) -> LeaseGrant | None:
         """A lease; None when there is none within `patience_s` (None: no limit but the job's end), or no more."""
@@ -209,11 +179,11 @@ class RolloutGuard(Guard):
         return answer if isinstance(answer, LeaseGrant) else None
 
     def _held_steps(self) -> list[int]:
-        return sorted(self._held) if self._weights is not None else [1 << 40]
+        return self._weights_from.steps() if self._weights is not None else [1 << 40]
 
     def _use_newest(self) -> None:
-        if self._latest is not None:
-            self._apply(self._latest)
+        if self._weights is not None and self._weights_from.latest is not None:
+            self._apply(self._weights_from.latest)
 
     def _use_weights(self, grant: LeaseGrant) -> Version:
         """Loads the version that this lease is to be answered with, if it is not loaded already."""
@@ -223,18 +193,15 @@ class RolloutGuard(Guard):
         if step is None:
             self._use_newest()
         else:
-            held = self._held.get(step)
+            with self.phase(Phase.SYNC) if step not in self._weights_from.steps() else nullcontext():
+                held = self._loop.run(self._weights_from.exactly(step, EXACT_WEIGHTS_S))
             if held is None:
-                with self.phase(Phase.SYNC):
-                    held = self._loop.run(self._subscriber.pull(step=step, timeout=EXACT_WEIGHTS_S))
-                if held is None:
-                    raise RobustError(
-                        f"the weights of step {step} are needed and nobody holds them any more",
-                        who=self.identity,
-                        phase=Phase.SYNC,
-                        do="Raise reconnect.keep_versions, or do not ask for exact staleness.",
-                    )
-                self._loop.run(self._keep(held))
+                raise RobustError(
+                    f"the weights of step {step} are needed and nobody holds them any more",
+                    who=self.identity,
+                    phase=Phase.SYNC,
+                    do="Raise reconnect.keep_versions, or do not ask for exact staleness.",
+                )
             self._apply(held)
         assert self._applied is not None
         return self._applied.version
@@ -242,7 +209,7 @@ class RolloutGuard(Guard):
     def _apply(self, held: HeldVersion) -> None:
         if self._applied is None or held.digest != self._applied.digest:
             assert self._weights is not None
-            self._subscriber.apply(held, self._weights)
+            self._weights_from.subscriber.apply(held, self._weights)
         self._applied = held
 
     def _leave(self) -> None:
@@ -256,8 +223,6 @@ class RolloutGuard(Guard):
 
     async def _close(self) -> None:
         if self._weights is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
-            await self._subscriber.close()
+            await self._weights_from.close()
         await self._ledger.close(2.0)
         await self._ledger_rpc.close()

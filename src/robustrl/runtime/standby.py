@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from robustrl.errors import ConfigError
 from robustrl.roles import ROLLOUT, STANDBY, TRAINER, Identity, Member, Phase
+from robustrl.runtime.follower import WeightFollower, leave_warm
 from robustrl.runtime.guard import Guard
 
 T = TypeVar("T")
@@ -25,8 +26,22 @@ class StandbyGuard(Guard):
     def wait_for_place(self) -> Identity | None:
         """The member that this process is promoted to; None when the job ends without needing it."""
         with self.phase(Phase.IDLE):
+            follower = self._loop.run(self._follow(), 60.0)
             self._loop.run(self.link.say("serving"), 30.0)
-            return self._loop.run(self._wait())
+            place = self._loop.run(self._wait())
+        if place is None:
+            self._loop.run(follower.close(), 30.0)
+            return None
+        self._loop.run(follower.pause(), 30.0)
+        leave_warm(follower)
+        return place
+
+    async def _follow(self) -> WeightFollower:
+        follower = self.follower()
+        # Not watched: without the newest weights a standby is less warm, no more than that.
+        following = await follower.start()
+        following.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return follower
 
     async def _wait(self) -> Identity | None:
         stopped = asyncio.create_task(self.link.stopped())

@@ -17,6 +17,7 @@ from robustrl.persist.snapshot import Frozen, Snapshotter, restore_into
 from robustrl.reconnect import DirectoryClient, WeightPublisher
 from robustrl.restart import MemberState
 from robustrl.roles import MANAGER, ROLLOUT, TRAINER, Member, Phase, Version
+from robustrl.runtime.follower import take_warm
 from robustrl.runtime.guard import FAREWELL_SECONDS, Guard
 from robustrl.runtime.ledger_link import ledger_link
 
@@ -61,6 +62,9 @@ class TrainerGuard(Guard):
             self.identity, DirectoryClient(self.link.call), config.reconnect, self.secret, self.emit
         )
         self._loop.run(self._publisher.start(), 30.0)
+        warm = take_warm()
+        if warm is not None:
+            self._loop.run(warm.close(), 30.0)  # after the start: what the transports share stays up
         self.link.on_connect.append(self._publisher.reannounce)
         self._restore()
         return self
@@ -75,6 +79,9 @@ class TrainerGuard(Guard):
         self._step_in_work = self.step + 1
         # The ledger hands out everything after this step again, exactly as it was.
         self._loop.run(self._ledger.rewind(self.step), self._ledger_rpc.patience_s + 5.0)
+        if self.config.restart.policy == "whole-job" and self.identity.incarnation > 1:
+            # What people have today: a restart goes back to the checkpoint, and all that was under way is lost.
+            self._loop.run(self._ledger.discard_uncommitted())
         self._loop.run(self.link.say("reloaded", f"step {self.step}" if point else "a fresh start"), 30.0)
 
     def batches(self) -> Iterator[Batch]:

@@ -35,11 +35,11 @@ def bind(host: str = LOOPBACK, port: int = 0) -> socket.socket:
         sock.bind((host, port))
         sock.listen(128)
         sock.setblocking(False)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         sock.close()
         raise ConfigError(
             f"cannot listen on {host}:{port}",
-            why=error.strerror or str(error),
+            why=getattr(error, "strerror", None) or str(error),
             do="Give another port, or 0 for a free one.",
         ) from error
     return sock

@@ -325,13 +325,16 @@ class RpcClient:
             except BaseException:
                 writer.close()
                 raise
-            if self._closed:  # meanwhile
-                writer.close()
-                return
-            self._writer = writer
-            self._reading = asyncio.create_task(self._read(reader, writer))
-            if self._on_connect:
-                self._on_connect()
+            self._begin(reader, writer)
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closed:  # while it connected
+            writer.close()
+            return
+        self._writer = writer
+        self._reading = asyncio.create_task(self._read(reader, writer))
+        if self._on_connect:
+            self._on_connect()
 
     async def _call_once(self, method: str, params: dict[str, Any]) -> Any:
         writer = self._writer

@@ -10,12 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from rig.script import Script, gate, recorded_failures, run_dir, saved_tokens, tell, token
+from rig.script import POLL_S, Script, gate, recorded_failures, run_dir, saved_tokens, tell, token
 
 import robustrl
 from robustrl.runtime.rollout import Lease, RolloutGuard
-
-POLL_S = 0.02
 
 
 class Rollout:
@@ -32,6 +30,7 @@ class Rollout:
         if self.script.background_fails:
             self._start_engine_loop()
         for lease in self.me.leases():
+            self._hold(lease.prompt_index)
             if self._fails(lease):
                 continue
             if not self._answer(lease):
@@ -40,7 +39,6 @@ class Rollout:
     def _answer(self, lease: Lease) -> bool:
         """Answers one prompt. False: this rollout leaves its loop here."""
         group = lease.prompt_index
-        self._hold(group)
         answers = [list(ids) for ids in lease.saved]
         left = [sample for sample, done in enumerate(lease.finished) if not done]
         with self.me.phase("generate"):
@@ -61,12 +59,14 @@ class Rollout:
     # -- faults ----------------------------------------------------------------------------------------------------
 
     def _is_over(self, group: int) -> bool:
-        script, identity = self.script, self.me.identity
-        if str(identity.member) == script.exits_with_0 and identity.incarnation == 1 and saved_tokens(self.folder, group):
+        member = str(self.me.identity.member)
+        dies = member == self.script.exits_with_0 and self.me.identity.incarnation == 1
+        leaves = member in self.script.leaves_early
+        if not (dies or leaves) or not saved_tokens(self.folder, group):
+            return False
+        if dies:
             os._exit(0)
-        if str(identity.member) in script.leaves_early and saved_tokens(self.folder, group):
-            return True
-        return False
+        return True
 
     def _hold(self, group: int) -> None:
         if self.script.hold_from is None or group < self.script.hold_from:

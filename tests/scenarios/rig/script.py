@@ -18,6 +18,8 @@ import xxhash
 
 VARIABLE = "SCENARIO_SCRIPT"
 LEDGER_FILE = "ledger.db"
+POLL_S = 0.02
+"""How often a member looks at a gate."""
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +37,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float = 0.05
     """What the fake engine takes for a token of each open sample."""
     trainer_stops_after: int | None = None
-    """The trainer's own limit of steps, below the job's."""
+    """The trainer's own limit of steps, below the job's: it leaves its loop there once the gate ``stop`` opens."""
     hold_from: int | None = None
     """From this prompt on, rollouts stand still in phase ``tool`` until the gate ``go`` opens."""
     exits_with_0: str = ""
@@ -63,7 +65,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
 def token(group: int, sample: int, place: int) -> int:
     """The fake engine's next token: a hash of the prompt and the place, whoever computes it."""
-    return xxhash.xxh32_intdigest(f"{group}/{sample}/{place}") & 0x7FFFFFFF
+    return xxhash.xxh32_intdigest(f"{group}/{sample}/{place}".encode()) & 0x7FFFFFFF
 
 
 def answer(group: int, sample: int, length: int) -> list[int]:
@@ -99,7 +101,9 @@ def ledger_rows(folder: Path, sql: str, params: Iterable[Any] = ()) -> list[tupl
 
 
 def saved_tokens(folder: Path, group: int) -> int:
-    return int(ledger_rows(folder, "SELECT coalesce(sum(length(ids)), 0) / 4 FROM segments WHERE grp = ?", [group])[0][0])
+    return int(
+        ledger_rows(folder, "SELECT coalesce(sum(length(ids)), 0) / 4 FROM segments WHERE grp = ?", [group])[0][0]
+    )
 
 
 def recorded_failures(folder: Path) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rig.script import Script, run_dir, tell
+from rig.script import POLL_S, Script, gate, run_dir, tell
 
 import robustrl
 from robustrl.errors import RobustError
@@ -37,6 +37,8 @@ def main() -> None:
                     state.steps += 1
                 me.step_done()
                 if batch.step == script.trainer_stops_after:
+                    while not gate(folder, "stop").exists():
+                        time.sleep(POLL_S)
                     break
         except RobustError as error:
             tell(folder, who, saw="error", kind=type(error).__name__, text=str(error), t=time.time())

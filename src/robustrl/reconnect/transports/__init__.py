@@ -40,7 +40,7 @@ def make(config: ReconnectConfig, identity: Identity, secret: Secret, host: str)
     for name in wanted:
         match name:
             case "shm":
-                made[name] = ShmTransport(identity, secret, timeout_s=config.timeout_s)
+                made[name] = ShmTransport(identity, secret, timeout_s=config.timeout_s, keep=config.keep_versions + 1)
             case "tcp":
                 made[name] = TcpTransport(identity, secret, host=host, timeout_s=config.timeout_s)
             case "ucx":

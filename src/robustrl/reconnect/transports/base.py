@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from robustrl.errors import PeerGoneError, ProtocolError, RobustError, TransportError
 from robustrl.reconnect.content import Content
 from robustrl.reconnect.manifest import Range
+from robustrl.reconnect.memory import Mapped
 from robustrl.roles import Identity
 from robustrl.wire import Secret, frames, handshake
 
@@ -45,6 +46,13 @@ class Session(Protocol):
         """Pins a content at the source and returns its encoded manifest. Raises ContentGoneError when it is gone."""
         ...
 
+    def lend(self, size: int) -> Mapped | None:
+        """The `size` bytes of the opened content where they lie, unverified; None where only `read` leads to them.
+
+        Raises TransportError when the source's memory cannot be trusted to stay.
+        """
+        ...
+
     def read(self, ranges: Sequence[Range], into: memoryview) -> AsyncIterator[Range]:
         """Reads ranges of the opened content to the same places of `into`; yields each when it has landed.
 
@@ -53,7 +61,13 @@ class Session(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends the connection, whatever its state. Nothing is written to `into` once this has returned."""
+        """Ends the connection, whatever its state. Nothing is written to `into` once this has returned, but for the
+        rare case that `tainted` tells of."""
+        ...
+
+    @property
+    def tainted(self) -> bool:
+        """Whether something may still be written to `into` after `close`: it must not be used for another content."""
         ...
 
 
@@ -62,6 +76,11 @@ class Transport(ABC):
 
     name: str
     served_bytes: int = 0
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of peers' memory that are mapped here."""
+        return 0
 
     @abstractmethod
     async def serve(self, source: Source) -> str:
@@ -131,6 +150,12 @@ class Conversation:
         self.transport = transport
         self.stream = stream
         self.content: Content | None = None
+        self.given = 0
+        """Bytes that this puller was given."""
+
+    def gave(self, count: int) -> None:
+        self.given += count
+        self.transport.served_bytes += count
 
     async def answer(self, message: dict[str, Any]) -> None:
         digest = message.get("open")
@@ -161,6 +186,10 @@ class SocketSession:
     def __init__(self, stream: SocketStream, endpoint: str) -> None:
         self.stream = stream
         self.endpoint = endpoint
+        self.tainted = False
+
+    def lend(self, size: int) -> Mapped | None:
+        return None
 
     async def open(self, digest: str) -> bytes:
         await self.stream.send({"open": digest})
@@ -254,9 +283,10 @@ class SocketTransport(Transport):
 
     async def _converse(self, stream: SocketStream) -> None:
         talk: Conversation | None = None
+        peer, where = "a stranger", "its hello"
         try:
             async with asyncio.timeout(self.timeout_s):
-                await handshake.accept(stream, stream, self.secret)
+                peer = str(await handshake.accept(stream, stream, self.secret))
             talk = self.conversation(self, stream)
             while True:
                 async with asyncio.timeout(self.timeout_s * IDLE_FACTOR):
@@ -265,7 +295,17 @@ class SocketTransport(Transport):
         except PeerGoneError:
             pass
         except (RobustError, OSError) as error:
-            log.warning("%s: a puller over %s was let go: %s", self.identity, self.name, str(error) or "too slow")
+            if talk is not None:
+                where = f"{talk.given} bytes"
+            why = str(error) or "nothing moved within the limit"
+            log.warning(
+                "%s in phase sync let %s go, who pulled over %s, after %s: %s",
+                self.identity,
+                peer,
+                self.name,
+                where,
+                why,
+            )
         finally:
             try:
                 if talk is not None:

@@ -1,8 +1,9 @@
-"""Shared memory, for peers on one host: the holder passes the descriptor of its buffer, the puller copies out of it.
+"""Shared memory, for peers on one host: the holder passes the descriptor of its buffer, the puller maps it. No copy.
 
 The meeting point is a socket in Linux's abstract namespace and the buffer a memfd, so neither has a name in a file
 system and nothing is left of them when a process is killed. A holder that dies or freezes after it passed the
-descriptor does not matter any more: the kernel keeps the memory for the puller.
+descriptor does not matter any more: the kernel keeps the memory for the puller. The holder writes the next version
+elsewhere for as long as someone may read this one (`robustrl.reconnect.memory`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from typing import Any
 from robustrl.errors import PeerGoneError, TransportError
 from robustrl.reconnect.content import Content
 from robustrl.reconnect.manifest import Range
-from robustrl.reconnect.transports.base import Conversation, Session, SocketSession, SocketTransport
+from robustrl.reconnect.memory import Mapped, Mappings, Shared
+from robustrl.reconnect.transports.base import Conversation, Session, SocketSession, SocketStream, SocketTransport
+from robustrl.roles import Identity
+from robustrl.wire import Secret
 
 
 @functools.cache
@@ -31,60 +35,54 @@ def host_key() -> str:
 
 class _Conversation(Conversation):
     async def opened(self, content: Content) -> None:
-        # A descriptor opened anew for reading only: a puller cannot change what others read.
-        fd = os.open(f"/proc/self/fd/{content.buffer.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        shared = content.buffer.share()
         try:
-            socket.send_fds(self.stream.sock, [b"f"], [fd])
+            socket.send_fds(self.stream.sock, [b"f"], list(shared))
         finally:
-            os.close(fd)
-        self.transport.served_bytes += content.size
+            shared.close()
+        self.gave(content.size)
 
 
 class _Session(SocketSession):
-    _fd = -1
+    def __init__(self, stream: SocketStream, endpoint: str, mappings: Mappings) -> None:
+        super().__init__(stream, endpoint)
+        self._mappings = mappings
+        self._shared: Shared | None = None
 
     async def open(self, digest: str) -> bytes:
         manifest = await super().open(digest)
         self._release()
-        self._fd = await _receive_fd(self.stream.sock)
+        self._shared = await _receive(self.stream.sock)
         return manifest
 
+    def lend(self, size: int) -> Mapped:
+        assert self._shared is not None
+        shared, self._shared = self._shared, None
+        return self._mappings.map(shared, size)
+
     async def read(self, ranges: Sequence[Range], into: memoryview) -> AsyncIterator[Range]:
+        mapped = self.lend(max((wanted.start + wanted.length for wanted in ranges), default=0))
         for wanted in ranges:
-            copying = asyncio.create_task(asyncio.to_thread(_copy, self._fd, wanted, into))
-            try:
-                await asyncio.shield(copying)
-            except asyncio.CancelledError:
-                await asyncio.wait([copying])  # a copy in memory is short, and `into` must be quiet afterwards
-                raise
+            there = slice(wanted.start, wanted.start + wanted.length)
+            into[there] = mapped.view[there]
             yield wanted
+        mapped.close()
 
     async def close(self) -> None:
         self._release()
         await super().close()
 
     def _release(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
 
-def _copy(fd: int, wanted: Range, into: memoryview) -> None:
-    # A read from the memfd copies without the interpreter's lock and without mapping pages.
-    done = 0
-    while done < wanted.length:
-        start = wanted.start + done
-        count = os.preadv(fd, [into[start : wanted.start + wanted.length]], start)
-        if not count:
-            raise TransportError("the shared buffer is shorter than its manifest says")
-        done += count
-
-
-async def _receive_fd(sock: socket.socket) -> int:
+async def _receive(sock: socket.socket) -> Shared:
     loop = asyncio.get_running_loop()
     while True:
         try:
-            data, fds, _, _ = socket.recv_fds(sock, 1, 1)
+            data, fds, _, _ = socket.recv_fds(sock, 1, 2)
         except BlockingIOError:
             ready = asyncio.Event()
             loop.add_reader(sock.fileno(), ready.set)
@@ -93,17 +91,28 @@ async def _receive_fd(sock: socket.socket) -> int:
             finally:
                 loop.remove_reader(sock.fileno())
             continue
-        if not data or len(fds) != 1:
+        if not data or len(fds) != 2:
             for fd in fds:
                 os.close(fd)
-            raise PeerGoneError("the source passed no descriptor")
-        os.set_inheritable(fds[0], False)
-        return fds[0]
+            raise PeerGoneError("the source passed no descriptors")
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        return Shared(*fds)
 
 
 class ShmTransport(SocketTransport):
+    """See the module. `keep` mappings of peers' memory stay for the versions to come."""
+
     name = "shm"
     conversation = _Conversation
+
+    def __init__(self, identity: Identity, secret: Secret, *, timeout_s: float, keep: int = 3) -> None:
+        super().__init__(identity, secret, timeout_s=timeout_s)
+        self._mappings = Mappings(keep)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self._mappings.bytes
 
     def bind(self) -> tuple[socket.socket, str]:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -122,4 +131,8 @@ class ShmTransport(SocketTransport):
         return sock, "\0" + name
 
     async def connect(self, endpoint: str) -> Session:
-        return _Session(await self.meet(endpoint), endpoint)
+        return _Session(await self.meet(endpoint), endpoint, self._mappings)
+
+    async def close(self) -> None:
+        await super().close()
+        self._mappings.clear()

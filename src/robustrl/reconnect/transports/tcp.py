@@ -25,10 +25,10 @@ class _Conversation(Conversation):
             await super().answer(message)
             return
         content = self.need_content()
-        for start, length in check_ranges(read_pairs(asked), content.size):
+        for start, length in check_ranges(read_pairs(asked), content.size, content.present):
             async with asyncio.timeout(self.transport.timeout_s):
                 await self.stream.send_bytes(content.buffer.view[start : start + length])
-            self.transport.served_bytes += length
+            self.gave(length)
 
 
 class _Session(SocketSession):

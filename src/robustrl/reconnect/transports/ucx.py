@@ -129,8 +129,11 @@ class _Engine:
         with self.errors():
             request.check_error()
 
-    def end(self, endpoint: Any, pending: Sequence[tuple[Any, memoryview]]) -> None:
-        """Closes an endpoint and sees to it that nothing touches the buffers of `pending` any more."""
+    def end(self, endpoint: Any, pending: Sequence[tuple[Any, memoryview]]) -> bool:
+        """Closes an endpoint and sees to it that nothing touches the buffers of `pending` any more.
+
+        Returns False when it could not: the buffers are kept, and must not be used for anything else.
+        """
         with contextlib.suppress(Exception):
             endpoint.close_blocking(period=10**9, max_attempts=1)
             endpoint.remove_close_callback()
@@ -141,6 +144,7 @@ class _Engine:
             if not request.completed:
                 self.stuck.append((request, view))
         self.stuck = [entry for entry in self.stuck if not entry[0].completed]
+        return not any(entry in self.stuck for entry in pending)
 
 
 class _Conversation(Conversation):
@@ -158,6 +162,8 @@ class _Conversation(Conversation):
         elif "put" in message:
             await self._put(message)
         else:
+            while self._pending:  # what was asked of the content before may still be on its way out of its buffer
+                await self._reap()
             await super().answer(message)
 
     async def _connect(self) -> None:
@@ -199,7 +205,7 @@ class _Conversation(Conversation):
 
     async def _put(self, message: dict[str, Any]) -> None:
         content, tag = self.need_content(), message.get("tag")
-        [(start, length)] = check_ranges(read_pairs([message["put"]]), content.size)
+        [(start, length)] = check_ranges(read_pairs([message["put"]]), content.size, content.present)
         if self._endpoint is None or type(tag) is not int or not 0 <= tag < 1 << 64:
             raise ProtocolError("a puller asked for bytes without a connection or a tag")
         while self._pending and (self._pending[0][0].completed or len(self._pending) >= 2 * CREDITS):
@@ -212,13 +218,13 @@ class _Conversation(Conversation):
         async with asyncio.timeout(self.transport.timeout_s):
             await self.transport.engine.finish(request)
         self._pending.popleft()
-        self.transport.served_bytes += len(view)
+        self.gave(len(view))
 
     async def close(self) -> None:
         if self._endpoint is not None:
             for request, view in self._pending:
                 if request.completed:
-                    self.transport.served_bytes += len(view)
+                    self.gave(len(view))
             self.transport.engine.end(self._endpoint, self._pending)
             self._endpoint = None
             self._pending.clear()
@@ -265,7 +271,7 @@ class _Session(SocketSession):
 
     async def close(self) -> None:
         if self._endpoint is not None:
-            self._engine.end(self._endpoint, self._pending)
+            self.tainted = not self._engine.end(self._endpoint, self._pending)
             self._pending.clear()
             self._endpoint = None
         await super().close()
