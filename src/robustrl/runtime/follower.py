@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 from robustrl.reconnect import HeldVersion, WeightSubscriber
 
 PULL_WAIT_S = 5.0
+AGAIN_S = 0.5
 
 
 class WeightFollower:
@@ -49,9 +51,12 @@ class WeightFollower:
     async def _follow(self) -> None:
         while True:
             known = self.latest.version if self.latest is not None else None
+            begun = time.monotonic()
             held = await self.subscriber.pull(newer_than=known, timeout=PULL_WAIT_S)
             if held is not None:
                 self.hold(held)
+            elif time.monotonic() - begun < AGAIN_S:
+                await asyncio.sleep(AGAIN_S)  # it failed at once; asking at once again would only add to the trouble
 
     async def exactly(self, step: int, timeout: float) -> HeldVersion | None:
         """The weights of one step, pulled if they are not held; None when nobody has them within `timeout` seconds."""
