@@ -18,9 +18,10 @@ from robustrl.report.leftovers import leftovers
 from robustrl.report.summary import Summary, read_summary
 
 TRANSPORTS = ("ucx", "shm", "tcp") if importlib.util.find_spec("ucxx") else ("shm", "tcp")
+# A stopped rollout is found after two seconds: the job must go on for longer than that.
 FIVE_FAULTS = (
-    "kill rollout/1 at step 2; kill trainer at step 4; stop rollout/0 at step 6; kill manager at step 8; "
-    "kill supervisor at step 10"
+    "kill rollout/1 at step 2; stop rollout/0 at step 4; kill trainer at step 9; kill manager at step 11; "
+    "kill supervisor at step 13"
 )
 
 
@@ -46,7 +47,7 @@ def _is_whole(summary: Summary) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_role_is_lost_once_and_nothing_else_is(tmp_path: Path, transport: str) -> None:
-    summary = _demo(tmp_path, "--steps", "12", "--faults", FIVE_FAULTS, "--transport", transport)
+    summary = _demo(tmp_path, "--steps", "16", "--faults", FIVE_FAULTS, "--transport", transport)
     _is_whole(summary)
     assert summary.transport == transport
     assert {(fault.kind, fault.member) for fault in summary.faults} == {

@@ -166,13 +166,13 @@ def test_a_cell_counts(tmp_path_factory: pytest.TempPathFactory, work: list[tupl
                 moves += count
             else:
                 cell.active = active = count
-        assert cell.read() == (tokens, moves, active)
+        assert cell.read() == (tokens, moves, active, -1)
         assert cell.active == active
-        assert ProgressCell.tokens_at(path) == tokens
+        assert ProgressCell.read_at(path).tokens == tokens
     finally:
         cell.close()
         path.unlink()
-    assert ProgressCell.tokens_at(path) == 0
+    assert ProgressCell.read_at(path).tokens == 0
 
 
 def test_what_a_member_counted_outlives_its_sigkill(tmp_path: Path, start: Start) -> None:
@@ -181,6 +181,7 @@ def test_what_a_member_counted_outlives_its_sigkill(tmp_path: Path, start: Start
         "import sys, pathlib; from robustrl.detect import ProgressCell\n"
         "cell = ProgressCell(pathlib.Path(sys.argv[1]))\n"
         "for n in range(1000): cell.tokens(3)\n"
+        "cell.step = 7\n"
         "print('counted', flush=True)\n"
         "while True: cell.move()\n"
     )
@@ -189,10 +190,11 @@ def test_what_a_member_counted_outlives_its_sigkill(tmp_path: Path, start: Start
     assert child.stdout.readline() == b"counted\n"
     child.kill()
     child.wait()
-    assert ProgressCell.tokens_at(path) == 3000
+    counted = ProgressCell.read_at(path)
+    assert (counted.tokens, counted.step) == (3000, 7)
 
 
 def test_a_cell_that_is_cut_or_missing_counts_nothing(tmp_path: Path) -> None:
     (tmp_path / "cut").write_bytes(b"\xff" * 10)
-    assert ProgressCell.tokens_at(tmp_path / "cut") == 0
-    assert ProgressCell.tokens_at(tmp_path / "missing") == 0
+    assert ProgressCell.read_at(tmp_path / "cut").tokens == 0
+    assert ProgressCell.read_at(tmp_path / "missing").tokens == 0

@@ -75,11 +75,25 @@ def test_a_warm_standby_takes_the_place_and_is_made_again(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("state", [S.STARTING, S.DEAD, S.PROMOTED])
+@pytest.mark.parametrize("state", [S.DEAD, S.PROMOTED])
 def test_without_a_warm_standby_the_member_is_started_cold(state: MemberState) -> None:
     loss = lost("trainer/0#1")
     records = job(record("trainer/0#1", S.DEAD), record("standby/0#1", state))
     assert decide(loss, records).actions == (Spawn(Member("trainer")),)
+
+
+def test_a_standby_that_is_still_starting_is_ahead_of_a_cold_start_and_behind_a_warm_one() -> None:
+    loss = lost("trainer/0#1")
+    starting, warm = record("standby/0#1", S.STARTING), record("standby/1#1", S.STANDBY)
+    dead = record("trainer/0#1", S.DEAD)
+    assert decide(loss, job(dead, starting)).actions == (
+        Promote(starting.identity, Member("trainer")),
+        Spawn(starting.member),
+    )
+    assert decide(loss, job(dead, starting, warm)).actions == (
+        Promote(warm.identity, Member("trainer")),
+        Spawn(warm.member),
+    )
 
 
 def test_a_role_that_standbys_do_not_serve_and_the_policy_cold_start_cold() -> None:

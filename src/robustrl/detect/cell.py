@@ -5,14 +5,25 @@ from __future__ import annotations
 import mmap
 import struct
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 _SIZE: Final = 64
-_TOKENS, _MOVES, _ACTIVE = 0, 1, 2
+_TOKENS, _MOVES, _ACTIVE, _STEP = 0, 1, 2, 3
+
+
+class Counted(NamedTuple):
+    """What a member had counted."""
+
+    tokens: int = 0
+    moves: int = 0
+    active: int = 0
+    step: int = -1
+    """The step in work; -1 when it never said one."""
 
 
 class ProgressCell:
-    """One member's counters: tokens generated, moves of any kind (tokens, steps, chunks), and work that is due.
+    """One member's counters: tokens generated, moves of any kind (tokens, steps, chunks), work that is due, and the
+    step in work.
 
     Adding costs well under a microsecond and never blocks: it is a store to memory that the kernel owns.
     """
@@ -43,19 +54,30 @@ class ProgressCell:
     def active(self, count: int) -> None:
         self._slots[_ACTIVE] = count
 
-    def read(self) -> tuple[int, int, int]:
-        """(tokens, moves, active) now."""
-        return self._slots[_TOKENS], self._slots[_MOVES], self._slots[_ACTIVE]
+    @property
+    def step(self) -> int:
+        """The step in work; -1 when there is none."""
+        return self._slots[_STEP] - 1
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._slots[_STEP] = step + 1
+
+    def read(self) -> Counted:
+        return Counted(self._slots[_TOKENS], self._slots[_MOVES], self._slots[_ACTIVE], self.step)
 
     def close(self) -> None:
         self._slots.release()
         self._map.close()
 
     @staticmethod
-    def tokens_at(path: Path) -> int:
-        """What a member that is gone had counted; 0 when it never counted."""
+    def read_at(path: Path) -> Counted:
+        """What a member that is gone had counted; nothing when it never counted."""
         try:
             data = path.read_bytes()
         except OSError:
-            return 0
-        return int(struct.unpack_from("=Q", data, 8 * _TOKENS)[0]) if len(data) >= _SIZE else 0
+            return Counted()
+        if len(data) < _SIZE:
+            return Counted()
+        tokens, moves, active, step = struct.unpack_from("=4Q", data)
+        return Counted(tokens, moves, active, step - 1)

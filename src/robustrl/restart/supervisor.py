@@ -365,7 +365,7 @@ class Supervisor:
             if owner == record.identity:
                 del self._services[name]
         path = cell_path(self.run_dir, record.identity)
-        tokens = ProgressCell.tokens_at(path)
+        tokens = ProgressCell.read_at(path).tokens
         path.unlink(missing_ok=True)
         if tokens:
             self._emit(events.Progress(member=str(record.member), incarnation=record.incarnation, tokens=tokens))
@@ -376,8 +376,11 @@ class Supervisor:
         self._server.drop(Identity(successor.member, successor.incarnation - 1))
 
     def _step(self) -> int:
-        """The trainer's step as far as its heartbeats told."""
-        return max((v.step for i, v in self.monitor.views.items() if i.member.role == TRAINER), default=-1)
+        """The step that the trainer works or worked at. Its counters know it to the last moment; heartbeats, from
+        another machine say, may be a step behind."""
+        trainers = [record.identity for record in self.roster.all() if record.member.role == TRAINER]
+        beats = [view.step for who, view in self.monitor.views.items() if who in trainers]
+        return max([*beats, *(ProgressCell.read_at(cell_path(self.run_dir, who)).step for who in trainers)], default=-1)
 
     # -- the control wire ------------------------------------------------------------------------------------------
 

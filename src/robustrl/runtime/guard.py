@@ -82,7 +82,6 @@ class Guard:
         self._loop = shared_loop()
         self._phases: list[str] = [Phase.INIT]
         self._said: tuple[str, int] | None = None
-        self._step_in_work = -1
         self._reported = threading.Event()
         self._handed_over = False
         self.link = Link(self.identity, self.place.supervisor, self.secret, self._beat, self.emit)
@@ -191,18 +190,19 @@ class Guard:
 
     def _say_phase(self, name: str) -> None:
         # Leaving a block is not said: the phase that follows says it, and the log stays small.
-        if (name, self._step_in_work) == self._said:
+        step = self.cell.step
+        if (name, step) == self._said:
             return
-        self._said = (name, self._step_in_work)
+        self._said = (name, step)
         self.emit(
             events.PhaseEntered(
                 member=str(self.identity.member),
                 incarnation=self.identity.incarnation,
                 phase=name,
-                step=self._step_in_work,
+                step=step,
             )
         )
 
     def _beat(self) -> dict[str, Any]:
-        _, moves, active = self.cell.read()
-        return {"phase": self._phases[-1], "step": self._step_in_work, "moves": moves, "active": active}
+        counted = self.cell.read()
+        return {"phase": self._phases[-1], "step": counted.step, "moves": counted.moves, "active": counted.active}

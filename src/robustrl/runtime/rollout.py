@@ -119,7 +119,7 @@ class RolloutGuard(Guard):
                 return
             version = self._use_weights(grant)
             lease = Lease(grant, self._ledger.writer(grant), version, self)
-            self._step_in_work = version.step + 1
+            self.cell.step = version.step + 1
             self.cell.active = sum(not done for done in lease.finished)
             yield lease
             self.cell.active = 0

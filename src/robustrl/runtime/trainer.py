@@ -76,7 +76,7 @@ class TrainerGuard(Guard):
             restore_into(self.state, self._snapshots.load(point))
             self.step = point.step
             self.emit(events.Restored(step=self.step, source="disk", seconds=time.monotonic() - begun))
-        self._step_in_work = self.step + 1
+        self.cell.step = self.step + 1
         # The ledger hands out everything after this step again, exactly as it was.
         self._loop.run(self._ledger.rewind(self.step), self._ledger_rpc.patience_s + 5.0)
         if self.config.restart.policy == "whole-job" and self.identity.incarnation > 1:
@@ -207,7 +207,7 @@ class TrainerGuard(Guard):
         version = Version(self.identity.incarnation, self.step)
         with self.phase(Phase.SYNC):
             self._loop.run(self._publisher.publish(tensors, version), 120.0)
-        self._step_in_work = self.step + 1
+        self.cell.step = self.step + 1
         return version
 
     def _leave(self) -> None:
