@@ -90,7 +90,7 @@ def test_a_standby_that_is_still_starting_is_ahead_of_a_cold_start_and_behind_a_
         Promote(starting.identity, Member("trainer")),
         Spawn(starting.member),
     )
-    assert decide(loss, job(dead, starting, warm)).actions == (
+    assert decide(loss, [*job(dead, starting), warm]).actions == (
         Promote(warm.identity, Member("trainer")),
         Spawn(warm.member),
     )
