@@ -111,7 +111,7 @@ def test_a_wait_without_progress_says_which_role_and_phase_is_awaited(start_job:
     job = start_job(Script(hold_from=0), detect=replace(DETECT, notice_s=0.7))
 
     def notices() -> list[str]:
-        return [one.text for one in job.events(events.Alarm) if one.member == "trainer/0" and "has waited" in one.text]
+        return [one.text for one in job.logged(events.Alarm) if one.member == "trainer/0" and "has waited" in one.text]
 
     held = [f"{member}#1 serving in phase tool" for member in ROLLOUTS]
     text = job.until(lambda: next((text for text in notices() if all(one in text for one in held)), ""))

@@ -45,7 +45,7 @@ def test_a_producer_that_exits_with_0_in_the_middle_of_its_lease_has_failed_and_
     [verdict] = job.verdicts()
     assert (verdict.member, verdict.incarnation, verdict.verdict, verdict.signal) == ("rollout/1", 1, "dead", "exit")
     assert verdict.evidence == "its process exited with code 0 without having finished"
-    [planned] = job.events(events.PlanMade)
+    [planned] = job.logged(events.PlanMade)
     assert planned.actions == ("spawn rollout/1",)
     assert job.lives()["rollout/1"] == [1, 2]
     assert_every_answer_came_once(job)
@@ -54,7 +54,7 @@ def test_a_producer_that_exits_with_0_in_the_middle_of_its_lease_has_failed_and_
         job.run_dir, "SELECT grp, saved_tokens FROM attempts WHERE owner = 'rollout/1#1' AND outcome = 'released'"
     )
     assert kept > 0
-    taken_on = [one for one in job.events(events.Leased) if one.group == group and one.saved_tokens]
+    taken_on = [one for one in job.logged(events.Leased) if one.group == group and one.saved_tokens]
     assert [one.saved_tokens for one in taken_on] == [kept]
     assert_nothing_was_generated_twice(job)
     job.assert_only_touched("rollout/1")
@@ -121,8 +121,8 @@ def test_a_killed_queue_comes_back_with_the_same_40_and_those_in_flight_go_on(st
         return min(saved_tokens(job.run_dir, group) for group in in_flight)
 
     job.until(lambda: len(store()) == 40 and saved() >= 2 * script.samples and job.serving("trainer/0"))
-    before, leases = store(), len(job.events(events.Leased))
-    attached = [one for one in job.events(events.MemberReady) if one.member == "manager/0"]
+    before, leases = store(), len(job.logged(events.Leased))
+    attached = [one for one in job.logged(events.MemberReady) if one.member == "manager/0"]
     assert {one.milestone for one in attached} == {"attached", "reloaded", "serving"}
 
     at = job.kill("manager/0")
@@ -137,13 +137,13 @@ def test_a_killed_queue_comes_back_with_the_same_40_and_those_in_flight_go_on(st
     assert (verdict.member, verdict.verdict, verdict.signal, verdict.phase) == ("manager/0", "dead", "exit", "idle")
     assert "killed by SIGKILL" in verdict.evidence
     # The consumer was told that a role is down; it saw no end, and no batch that is not one.
-    down = [one for one in job.events(events.Alarm) if "role manager is down" in one.text]
+    down = [one for one in job.logged(events.Alarm) if "role manager is down" in one.text]
     assert "trainer/0" in {one.member for one in down}
     assert [row["saw"] for row in job.told("trainer/")] == ["start"]
 
     assert job.end().outcome == "finished"
     assert_every_answer_came_once(job)
-    assert len(job.events(events.Leased)) == leases, "the leases held over the manager's death"
+    assert len(job.logged(events.Leased)) == leases, "the leases held over the manager's death"
     assert_nothing_was_generated_twice(job)
     assert job.lives()["manager/0"] == [1, 2]
     job.assert_only_touched("manager/0")
@@ -167,6 +167,6 @@ def test_everything_ends_when_the_trainer_finishes_while_dispatch_is_paused(star
         "manager/0#1", "trainer/0#1", "rollout/0#1", "rollout/1#1", "rollout/2#1"
     }  # fmt: skip
     assert not job.verdicts()
-    [ended] = job.events(events.JobEnded)
+    [ended] = job.logged(events.JobEnded)
     assert (ended.outcome, ended.cause) == ("finished", "")
     job.assert_only_touched()

@@ -55,7 +55,7 @@ class Job:
 
     # -- time passes only here -------------------------------------------------------------------------------------
 
-    def until(self, condition: Callable[[], T], limit_s: float = LIMIT_S) -> T:
+    def until(self, condition: Callable[[], T | None], limit_s: float = LIMIT_S) -> T:
         """Looks after the job until `condition` holds; fails with the job's story when it does not in time."""
         deadline = time.monotonic() + limit_s
         while True:
@@ -69,7 +69,7 @@ class Job:
 
     def end(self, limit_s: float = LIMIT_S) -> JobState:
         """Waits for the job's end."""
-        return self.until(lambda: self.state, limit_s)  # type: ignore[return-value]
+        return self.until(lambda: self.state, limit_s)
 
     def _look(self) -> None:
         if self.state is None:
@@ -78,7 +78,7 @@ class Job:
 
     # -- what is seen ----------------------------------------------------------------------------------------------
 
-    def events(self, kind: type[E]) -> list[E]:
+    def logged(self, kind: type[E]) -> list[E]:
         self._events += self._reader.poll()
         return list(events.of_kind(self._events, kind))
 
@@ -108,7 +108,7 @@ class Job:
     def lives(self) -> dict[str, list[int]]:
         """The incarnations that each member had."""
         found: dict[str, list[int]] = {}
-        for moved in self.events(events.MemberMoved):
+        for moved in self.logged(events.MemberMoved):
             if moved.after == "starting":
                 found.setdefault(moved.member, []).append(moved.incarnation)
         return found
@@ -118,7 +118,7 @@ class Job:
         return next(
             (
                 moved.t
-                for moved in self.events(events.MemberMoved)
+                for moved in self.logged(events.MemberMoved)
                 if (moved.member, moved.incarnation, moved.after) == (member, incarnation, "serving")
             ),
             None,
@@ -126,14 +126,14 @@ class Job:
 
     def phases(self) -> dict[str, str]:
         """The phase that each member said last."""
-        return {entered.member: entered.phase for entered in self.events(events.PhaseEntered)}
+        return {entered.member: entered.phase for entered in self.logged(events.PhaseEntered)}
 
     def verdicts(self) -> list[events.VerdictReached]:
-        return self.events(events.VerdictReached)
+        return self.logged(events.VerdictReached)
 
     def story(self) -> str:
         """The log and the members' output, for a failed assertion."""
-        lines = [repr(event) for event in self.events(events.Event)][-60:]
+        lines = [repr(event) for event in self.logged(events.Event)][-60:]
         for path in sorted((self.run_dir / "logs").glob("*.log")):
             lines += [f"-- {path.name}", path.read_text()[-1500:]]
         return "\n".join(lines)
