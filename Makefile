@@ -27,8 +27,9 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
+# Two workers: much of the time is spent waiting for processes that were killed or frozen on purpose.
 test: lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 clean:
 	rm -rf $(VENV) report .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

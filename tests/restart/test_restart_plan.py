@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robustrl.config import RestartConfig
+from robustrl.detect import ProcessId
 from robustrl.restart import (
     Abandon,
     FailJob,
@@ -25,13 +26,14 @@ from robustrl.roles import Identity, Member
 
 S = MemberState
 NOW = 10_000.0
+PROCESS = ProcessId(7, 70)
 CONFIG = RestartConfig(budget=4, window_s=300.0)
 SERVES = frozenset({"trainer", "rollout"})
 
 
 def record(name: str, state: MemberState) -> MemberRecord:
     identity = Identity.parse(name)
-    return MemberRecord(identity.member, identity.incarnation, state)
+    return MemberRecord(identity.member, identity.incarnation, state, PROCESS)
 
 
 def lost(name: str, *, ago: float = 0.0, step: int = 5, served: bool = True, recovered: bool = False) -> Loss:
@@ -108,6 +110,13 @@ def test_a_lost_standby_is_replaced_until_its_budget_is_spent_and_never_ends_the
     assert decide(loss, records).actions == (Spawn(Member("standby")),)
     often = [lost(f"standby/0#{n}", ago=1.0, served=False) for n in range(1, 5)]
     assert decide(loss, records, often).actions == (Abandon(Member("standby")),)
+
+
+def test_a_standby_that_has_no_process_yet_cannot_take_a_place() -> None:
+    unborn = MemberRecord(Member("standby"), 2, S.STARTING)
+    assert decide(lost("trainer/0#1"), job(record("trainer/0#1", S.DEAD), unborn)).actions == (
+        Spawn(Member("trainer")),
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,10 +227,11 @@ def test_the_policy_whole_job_restarts_everything_until_its_budget_is_spent() ->
 names = st.sampled_from(["manager/0", "trainer/0", "rollout/0", "rollout/1", "rollout/2", "standby/0", "standby/1"])
 records = st.lists(
     st.builds(
-        lambda name, incarnation, state: MemberRecord(Member.parse(name), incarnation, state),
+        lambda name, *rest: MemberRecord(Member.parse(name), *rest),
         names,
         st.integers(1, 4),
         st.sampled_from(S),
+        st.none() | st.just(PROCESS),
     ),
     unique_by=lambda one: one.member,
     min_size=1,
@@ -261,7 +271,8 @@ def test_a_plan_touches_the_dead_and_a_warm_standby_and_nobody_else(
         assert str(action)
         if isinstance(action, Promote):
             warm = by_member[action.standby.member]
-            assert warm.identity == action.standby and warm.state is S.STANDBY and warm.member.role == "standby"
+            assert warm.identity == action.standby and warm.member.role == "standby"
+            assert warm.state in (S.STANDBY, S.STARTING) and warm.process is not None
             assert action.member == struck.member
             assert found.actions == (action, Spawn(warm.member))
         elif isinstance(action, Spawn):

@@ -210,9 +210,10 @@ def test_a_member_that_reports_twice_is_replaced_once(tmp_path: Path) -> None:
             await asyncio.gather(
                 *(rpc.call("member.failed", what="ValueError: no") for _ in range(2)), return_exceptions=True
             )
-            await until(lambda: "rollout/0#2" in told.spawned)
+            await until(lambda: supervisor._history and supervisor._history[-1].handled)
             await rpc.close()
-        assert [name for name in told.spawned if name.startswith("rollout/0")] == ["rollout/0#1", "rollout/0#2"]
+            assert [one.identity for one in supervisor._history] == [Identity.parse("rollout/0#1")]
+            assert supervisor.roster[Member("rollout", 0)].incarnation == 2
 
     asyncio.run(run())
     (verdict,) = events.of_kind(said, events.VerdictReached)

@@ -141,10 +141,11 @@ def plan(
 
     if member.role not in serves or config.standby != "dedicated":
         return Plan((Spawn(member),), "cold start: no standby is kept for this role")
-    # One that is still warming up is ahead of a process that would start only now.
+    # One that is still warming up is ahead of a process that would start only now, if it has a process.
     ready = {MemberState.STANDBY: 0, MemberState.STARTING: 1}
     standbys = sorted(
-        (r for r in records if r.member.role == STANDBY and r.state in ready), key=lambda r: (ready[r.state], r.member)
+        (r for r in records if r.member.role == STANDBY and r.state in ready and r.process is not None),
+        key=lambda r: (ready[r.state], r.member),
     )
     if not standbys:
         return Plan((Spawn(member),), "cold start: no standby is left")
