@@ -188,7 +188,7 @@ def test_a_loss_counts_as_recovered_once_the_place_is_filled_again(tmp_path: Pat
         async with supervising(tmp_path, [], 2) as (supervisor, told):
             await until(lambda: len(told.spawned) == 2)
             for name in told.spawned:
-                rpc = RpcClient(lambda: supervisor._server.address, Identity.parse(name), SECRET)
+                rpc = RpcClient(lambda: supervisor.desk.address, Identity.parse(name), SECRET)
                 await rpc.call("member.ready", milestone="attached")
                 assert not all(one.recovered for one in supervisor._history)
                 await rpc.call("member.ready", milestone="serving")
@@ -205,7 +205,7 @@ def test_a_member_that_reports_twice_is_replaced_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with supervising(tmp_path, said) as (supervisor, told):
             await until(lambda: len(told.spawned) == 4)
-            rpc = RpcClient(lambda: supervisor._server.address, Identity.parse("rollout/0#1"), SECRET)
+            rpc = RpcClient(lambda: supervisor.desk.address, Identity.parse("rollout/0#1"), SECRET)
             await rpc.call("member.ready", milestone="attached")
             await asyncio.gather(
                 *(rpc.call("member.failed", what="ValueError: no") for _ in range(2)), return_exceptions=True

@@ -7,25 +7,26 @@ and goes on with them; they reconnect by themselves and notice nothing but a pau
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from robustrl import events
 from robustrl.detect import Judgement, Limits, Monitor, ProcessId, ProgressCell, Verdict
-from robustrl.errors import FencedError, IllegalMoveError, ProtocolError, RobustError, RoleDownError, SpawnError
+from robustrl.errors import SpawnError
 from robustrl.reconnect import Directory, DirectoryService
+from robustrl.restart.desk import Desk
 from robustrl.restart.job import JobSpec, RoleSpec
 from robustrl.restart.journal import JobState, Journal
 from robustrl.restart.membership import MemberRecord, MemberState, Roster
 from robustrl.restart.plan import Abandon, Action, FailJob, Loss, Plan, Promote, RestartJob, Spawn, plan
 from robustrl.roles import STANDBY, TRAINER, Identity, Member
-from robustrl.wire import Address, RpcServer, Secret
+from robustrl.wire import Secret
 
 log = logging.getLogger("robustrl.supervisor")
 
@@ -73,7 +74,7 @@ class Supervisor:
         me: Identity,
         runtime: Runtime,
         journal: Journal,
-        server_socket: Any,
+        server_socket: socket.socket,
         secret: Secret,
         emit: events.Emit,
     ) -> None:
@@ -84,18 +85,22 @@ class Supervisor:
         self._runtime = runtime
         self._journal = journal
         self._emit = emit
-        self._state = journal.job()
+        self.state = journal.job()
         self._history = journal.losses()
         self.roster = Roster(journal.records(), emit, journal.put_record)
         self.monitor = Monitor(Limits(self.config.detect), self.config.detect.heartbeat_s)
         self._weights = DirectoryService(Directory(), emit)
-        self._server = RpcServer(
-            self._handle, secret, server_socket, admit=self._admit, on_join=self._joined, on_leave=self._left
+        self.desk = Desk(
+            self,
+            roster=self.roster,
+            monitor=self.monitor,
+            weights=self._weights,
+            server_socket=server_socket,
+            secret=secret,
+            emit=emit,
         )
-        self._services: dict[str, tuple[Identity, Address]] = {}
         self._lost: asyncio.Queue[tuple[Identity, Judgement]] = asyncio.Queue()
         self._judged: set[Identity] = set()
-        self._changed = asyncio.Condition()
         self._ending = asyncio.Event()
         self._adopting: set[Identity] = set()
 
@@ -103,10 +108,10 @@ class Supervisor:
 
     async def run(self) -> JobState:
         """Starts or takes over the job and returns when it is over and nothing of it is left."""
-        await self._server.start()
+        await self.desk.open()
         tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._recover())]
         try:
-            if self._state.outcome:
+            if self.state.outcome:
                 self._ending.set()
             await self._take_over()
             await self._ending.wait()
@@ -115,17 +120,17 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._end_members()
-        await self._server.close()
-        self._emit(events.JobEnded(outcome=self._state.outcome, cause=self._state.cause))
-        return self._state
+        await self.desk.close()
+        self._emit(events.JobEnded(outcome=self.state.outcome, cause=self.state.cause))
+        return self.state
 
     def stop(self, outcome: str, cause: str) -> None:
         """Ends the job. The first call decides how it ended."""
-        if self._state.outcome:
+        if self.state.outcome:
             return
-        self._state = msgspec.structs.replace(self._state, outcome=outcome, cause=cause)
-        self._journal.put_job(self._state)
-        self._server.notify("stop", ok=outcome == "finished", cause=cause)
+        self.state = msgspec.structs.replace(self.state, outcome=outcome, cause=cause)
+        self._journal.put_job(self.state)
+        self.desk.tell_stop(self.state)
         self._ending.set()
 
     async def _take_over(self) -> None:
@@ -138,7 +143,7 @@ class Supervisor:
                 await self._launch(member)
             self._ready("serving")
             return
-        if self.config.restart.policy == "whole-job" and not self._state.outcome:
+        if self.config.restart.policy == "whole-job" and not self.state.outcome:
             self._ready("reloaded")
             await self._restart_job("the supervisor died")
             self._ready("serving")
@@ -148,7 +153,7 @@ class Supervisor:
         for record in living:
             if record.process is None or not record.process.alive():
                 gone = "while it was being started" if record.process is None else "while no supervisor watched"
-                self._accuse(record.identity, Judgement(Verdict.DEAD, "exit", f"it ended {gone}"))
+                self.accuse(record.identity, Judgement(Verdict.DEAD, "exit", f"it ended {gone}"))
                 continue
             self._adopting.add(record.identity)
             self.monitor.watch(record.identity, now, adopted=record.state is not MemberState.STARTING)
@@ -205,7 +210,7 @@ class Supervisor:
             for _ in range(3):  # let everything that has arrived be read before anyone is judged
                 await asyncio.sleep(0)
             for identity, judgement in self.monitor.tick(time.monotonic()):
-                self._accuse(identity, judgement)
+                self.accuse(identity, judgement)
 
     def _watch_exit(self, identity: Identity, process: ProcessId) -> None:
         def ended(how: str) -> None:
@@ -215,16 +220,16 @@ class Supervisor:
             view.exited = how
             judgement = self.monitor.verdict(identity, time.monotonic())
             if judgement.verdict.failed:
-                self._accuse(identity, judgement)
+                self.accuse(identity, judgement)
             else:
                 self.monitor.forget(identity)
                 if self.roster.current(identity):
                     self.roster.move(identity.member, MemberState.FINISHED, judgement.evidence)
-                    self._tell_members()
+                    self.desk.tell_membership()
 
         self._runtime.watch(process, ended)
 
-    def _accuse(self, identity: Identity, judgement: Judgement) -> None:
+    def accuse(self, identity: Identity, judgement: Judgement) -> None:
         """Takes a failed verdict, once an incarnation."""
         if identity in self._judged or not self.roster.current(identity):
             return
@@ -269,7 +274,7 @@ class Supervisor:
             loss,
             self.roster.all(),
             history,
-            self._state.job_restarts,
+            self.state.job_restarts,
             self.config.restart,
             serves=frozenset(role for spec in self.job.roles if spec.role == STANDBY for role in spec.serves),
             now=loss.at,
@@ -287,7 +292,7 @@ class Supervisor:
         # From here on whoever held something of the dead member's may hand it on.
         self._fence(Identity(identity.member, identity.incarnation + 1))
         await self._bury(record)
-        self._tell_members()
+        self.desk.tell_membership()
         await self._do(todo)
         self._change_losses(lambda one: one.identity == identity, handled=True)
 
@@ -298,7 +303,7 @@ class Supervisor:
     async def _do(self, todo: Plan) -> None:
         for action in todo.actions:
             await self._act(action, todo.why)
-        self._tell_members()
+        self.desk.tell_membership()
 
     async def _act(self, action: Action, why: str) -> None:
         if isinstance(action, Spawn):
@@ -319,7 +324,7 @@ class Supervisor:
         try:
             process = await self._runtime.spawn(record.identity, self.job.role(member.role))
         except SpawnError as error:
-            self._accuse(record.identity, Judgement(Verdict.DEAD, "exit", str(error)))
+            self.accuse(record.identity, Judgement(Verdict.DEAD, "exit", str(error)))
             return
         self.roster.set_process(member, process)
         self._watch_exit(record.identity, process)
@@ -336,18 +341,17 @@ class Supervisor:
         if process is not None:
             self.roster.set_process(member, process)
             self._watch_exit(record.identity, process)
-        await self._notify_changed()
+        await self.desk.tell_places()
 
     async def _restart_job(self, why: str) -> None:
-        self._state = msgspec.structs.replace(self._state, job_restarts=(*self._state.job_restarts, time.time()))
-        self._journal.put_job(self._state)
+        self.state = msgspec.structs.replace(self.state, job_restarts=(*self.state.job_restarts, time.time()))
+        self._journal.put_job(self.state)
         for record in self.roster.living():
             self.monitor.forget(record.identity)
             self.roster.move(record.member, MemberState.DEAD, f"whole-job restart: {why}")
             self._fence(Identity(record.member, record.incarnation + 1))
         for record in self.roster.all():
             await self._bury(record)
-        self._services.clear()
         for member in self.job.members():
             self.roster.move(member, MemberState.STARTING, f"whole-job restart: {why}")
         for member in self.job.members():
@@ -361,9 +365,6 @@ class Supervisor:
             self._adoption_done()
         if record.process is not None:
             await asyncio.wait_for(self._runtime.end(record.process, 0.0), END_SECONDS)
-        for name, (owner, _) in list(self._services.items()):
-            if owner == record.identity:
-                del self._services[name]
         path = cell_path(self.run_dir, record.identity)
         tokens = ProgressCell.read_at(path).tokens
         path.unlink(missing_ok=True)
@@ -373,7 +374,7 @@ class Supervisor:
     def _fence(self, successor: Identity) -> None:
         """Everything below the successor's incarnation is refused from now on."""
         self._weights.fence(successor.member, successor.incarnation)
-        self._server.drop(Identity(successor.member, successor.incarnation - 1))
+        self.desk.forget(Identity(successor.member, successor.incarnation - 1))
 
     def _step(self) -> int:
         """The step that the trainer works or worked at. Its counters know it to the last moment; heartbeats, from
@@ -382,156 +383,15 @@ class Supervisor:
         beats = [view.step for who, view in self.monitor.views.items() if who in trainers]
         return max([*beats, *(ProgressCell.read_at(cell_path(self.run_dir, who)).step for who in trainers)], default=-1)
 
-    # -- the control wire ------------------------------------------------------------------------------------------
+    # -- what the desk heard -----------------------------------------------------------------------------------------
 
-    def _admit(self, identity: Identity) -> RobustError | None:
-        record = self.roster[identity.member]
-        # A promoted standby may still have to hear of its new place.
-        if self.roster.current(identity) or self._place_of(identity):
-            return None
-        if identity.incarnation <= record.incarnation:
-            self._emit(
-                events.Refused(
-                    what="connect", identity=str(identity), why=f"current is {record.identity} {record.state}"
-                )
-            )
-            return FencedError(
-                "this incarnation was replaced",
-                who=identity,
-                why=f"{record.identity} is {record.state} in its place",
-                do="It must end itself.",
-            )
-        return ProtocolError("an incarnation that nobody started", who=identity)
-
-    def _joined(self, identity: Identity) -> None:
-        self.monitor.heard(identity, time.monotonic())
-
-    def _left(self, identity: Identity) -> None:
-        """A lost connection alone is no verdict: the process's exit or its silence will be."""
-
-    async def _handle(self, caller: Identity, method: str, params: dict[str, Any]) -> Any:
-        if not self.roster.current(caller):
-            if self._place_of(caller) is None:
-                raise FencedError("this incarnation was replaced", who=caller, do="It must end itself.")
-            # A promoted standby that has yet to hear of its place: what it says of itself does not count any more.
-            if method in ("member.beat", "member.ready"):
-                return None
-        self.monitor.heard(caller, time.monotonic())
-        if method == "member.beat":
-            self.monitor.beat(caller, time.monotonic(), **params)
-            return None
-        if method.startswith("weights."):
-            return await self._weights.handle(caller, method, params)
-        handlers: dict[str, Callable[..., Awaitable[Any]]] = {
-            "member.hello": self._hello,
-            "member.ready": self._milestone,
-            "member.failed": self._failed,
-            "member.finished": self._finished,
-            "member.locate": self._locate,
-            "standby.wait": self._standby_wait,
-            "job.status": self._status,
-            "job.give_up": self._give_up,
-        }
-        if method not in handlers:
-            raise ProtocolError(f"the supervisor has no method {method!r}", who=caller)
-        return await handlers[method](caller, **params)
-
-    async def _hello(self, caller: Identity, *, pid: int, started: int, services: dict[str, str]) -> dict[str, Any]:
-        if self.roster.current(caller) and self.roster[caller.member].process is None:
-            self.roster.set_process(caller.member, ProcessId(pid, started))
-            self._watch_exit(caller, ProcessId(pid, started))
-        for name, address in services.items():
-            self._services[name] = (caller, Address.parse(address))
-        if caller in self._adopting:
-            self._adopting.discard(caller)
+    def met(self, identity: Identity, process: ProcessId) -> None:
+        if self.roster.current(identity) and self.roster[identity.member].process is None:
+            self.roster.set_process(identity.member, process)
+            self._watch_exit(identity, process)
+        if identity in self._adopting:
+            self._adopting.discard(identity)
             self._adoption_done()
-        await self._notify_changed()
-        return {
-            "config": msgspec.to_builtins(self.config),
-            "members": self._membership(),
-            "stopping": bool(self._state.outcome),
-            "ok": self._state.outcome != "failed",
-            "cause": self._state.cause,
-        }
 
-    async def _milestone(self, caller: Identity, *, milestone: str) -> None:
-        record = self.roster[caller.member]
-        target = {"attached": MemberState.PENDING_WEIGHTS, "serving": MemberState.SERVING}.get(milestone)
-        if record.member.role == STANDBY:
-            target = MemberState.STANDBY if milestone == "serving" else None
-        if target is None or target is record.state:
-            return
-        with contextlib.suppress(IllegalMoveError):  # said again after a reconnect
-            self.roster.move(caller.member, target, milestone)
-            if milestone == "serving":
-                self._change_losses(lambda loss: loss.identity.member == caller.member, recovered=True)
-            self._tell_members()
-
-    async def _failed(self, caller: Identity, *, what: str) -> None:
-        view = self.monitor.views.get(caller)
-        if view is not None:
-            view.failure = what
-        self._accuse(caller, Judgement(Verdict.DEAD, "report", what))
-
-    async def _finished(self, caller: Identity) -> None:
-        view = self.monitor.views.get(caller)
-        if view is not None:
-            view.finished = True
-        if caller.member.role == TRAINER:
-            self.roster.move(caller.member, MemberState.FINISHED, "its loop is done")
-            if all(r.state is MemberState.FINISHED for r in self.roster.all() if r.member.role == TRAINER):
-                self.stop("finished", "")
-
-    async def _give_up(self, caller: Identity, *, cause: str) -> None:
-        """A member found out that the job cannot go on, whoever is replaced."""
-        log.info("%s gives the job up: %s", caller, cause)
-        self.stop("failed", cause)
-
-    async def _locate(self, caller: Identity, *, service: str, wait_s: float) -> str:
-        async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(wait_s, 30.0)):
-                    await self._changed.wait_for(lambda: service in self._services)
-        if service not in self._services:
-            raise RoleDownError(f"nobody serves {service!r} now", who=caller)
-        return str(self._services[service][1])
-
-    async def _standby_wait(self, caller: Identity, *, wait_s: float) -> dict[str, Any] | None:
-        """The member that this standby is promoted to, when it is."""
-
-        async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(wait_s, 30.0)):
-                    await self._changed.wait_for(lambda: self._place_of(caller) is not None)
-        found = self._place_of(caller)
-        return {"member": str(found.member), "incarnation": found.incarnation} if found else None
-
-    def _place_of(self, standby: Identity) -> MemberRecord | None:
-        return next((r for r in self.roster.all() if r.origin == standby and r.living), None)
-
-    async def _status(self, caller: Identity) -> list[dict[str, Any]]:
-        rows = []
-        for record in self.roster.all():
-            view = self.monitor.views.get(record.identity)
-            rows.append(
-                {
-                    "member": str(record.member),
-                    "incarnation": record.incarnation,
-                    "state": str(record.state),
-                    "pid": record.process.pid if record.process else 0,
-                    "phase": view.phase if view else "",
-                    "step": view.step if view else -1,
-                    "moves": view.moves if view else 0,
-                }
-            )
-        return rows
-
-    def _membership(self) -> dict[str, list[Any]]:
-        return {str(r.member): [r.incarnation, str(r.state)] for r in self.roster.all()}
-
-    def _tell_members(self) -> None:
-        self._server.notify("membership", members=self._membership())
-
-    async def _notify_changed(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def served(self, member: Member) -> None:
+        self._change_losses(lambda loss: loss.identity.member == member, recovered=True)
