@@ -137,8 +137,9 @@ class Desk:
         if not self._roster.current(caller):
             if self._place_of(caller) is None:
                 raise FencedError("this incarnation was replaced", who=caller, do="It must end itself.")
-            # A promoted standby that has yet to hear of its place: what it says of itself does not count any more.
-            if method in ("member.beat", "member.ready"):
+            # A promoted standby that has yet to hear of its place: under its old name it says nothing that counts any
+            # more, and it is offered no weights.
+            if method in ("member.beat", "member.ready") or method.startswith("weights."):
                 return None
         self._monitor.heard(caller, time.monotonic())
         if method == "member.beat":
