@@ -348,7 +348,7 @@ def test_a_member_that_has_finished_may_go(start: Start) -> None:
     processes = job.all_serve()
     job.order("rollout-1", "finish")
     job.until(lambda: job.log(events.MemberMoved, member="rollout/1", after="finished"), "its state")
-    assert not processes["rollout/1#1"].alive()
+    job.until(lambda: not processes["rollout/1#1"].alive(), "its exit")
     job.finish()
     assert not job.log(events.VerdictReached)
 

@@ -36,7 +36,6 @@ views = st.builds(
     active=st.integers(0, 3),
     exited=st.sampled_from(["", "", "killed by SIGKILL", "exited with code 0"]),
     failure=st.sampled_from(["", "", "", "Traceback: ValueError"]),
-    finished=st.booleans(),
 )
 
 
@@ -53,7 +52,7 @@ def test_every_failed_verdict_has_a_signal_and_evidence_that_is_true(view: Membe
     if found.signal == "report":
         assert view.failure and view.failure in found.evidence
     elif found.signal == "exit":
-        assert view.exited and not view.finished and view.exited in found.evidence
+        assert view.exited and view.exited in found.evidence
     elif found.signal == "start":
         assert silent is None and now - view.spawned_at > CONFIG.start_s
     elif found.signal == "silence":
@@ -78,16 +77,15 @@ def test_a_rollout_without_requests_owes_no_tokens(view: MemberView, now: float)
 
 
 @given(views, times, st.sampled_from(["exited with code 0", "killed by SIGKILL", "ended (exit status unknown)"]))
-def test_an_end_is_healthy_only_after_the_members_own_word(view: MemberView, now: float, how: str) -> None:
+def test_an_end_without_the_members_own_word_is_a_failure_whatever_its_code(
+    view: MemberView, now: float, how: str
+) -> None:
     view.exited, view.failure = how, ""
-    view.finished = False
     assert judge(view, LIMITS, now).verdict is Verdict.DEAD
-    view.finished = True
-    assert judge(view, LIMITS, now).verdict is Verdict.HEALTHY
 
 
 def test_its_own_report_comes_before_everything_else() -> None:
-    view = MemberView(TRAINER, 0.0, heard_at=0.0, exited="exited with code 1", failure="ValueError: no", finished=True)
+    view = MemberView(TRAINER, 0.0, heard_at=0.0, exited="exited with code 1", failure="ValueError: no")
     found = judge(view, LIMITS, 1000.0)
     assert (found.verdict, found.signal, found.evidence) == (Verdict.DEAD, "report", "ValueError: no")
 

@@ -49,21 +49,18 @@ class MemberView(msgspec.Struct):
     """How its process ended, once it has."""
     failure: str = ""
     """What it said of its own failure (an exception with its traceback)."""
-    finished: bool = False
-    """It said that its work is done: then its end is no failure."""
 
 
 def judge(view: MemberView, limits: Limits, now: float) -> Judgement:
     """The verdict on one member at `now`.
 
-    An end without the member's own word that it has finished is a failure whatever its exit code: code 0 does not mean
-    that the work was done. Silence is judged before progress: a member that cannot speak cannot count either.
+    A member that said that it has finished is not judged any more. An end without that word is a failure whatever the
+    exit code: code 0 does not mean that the work was done. Silence is judged before progress: a member that cannot
+    speak cannot count either.
     """
     if view.failure:
         return Judgement(Verdict.DEAD, "report", view.failure)
     if view.exited:
-        if view.finished:
-            return Judgement(Verdict.HEALTHY, "exit", f"finished, then {view.exited}")
         return Judgement(Verdict.DEAD, "exit", f"its process {view.exited} without having finished")
     if view.heard_at is None:
         waited = now - view.spawned_at

@@ -194,13 +194,12 @@ class Desk:
         self._owner.accuse(caller, Judgement(Verdict.DEAD, "report", what))
 
     async def _finished(self, caller: Identity) -> None:
-        view = self._monitor.views.get(caller)
-        if view is not None:
-            view.finished = True
-        if caller.member.role == TRAINER:
-            self._roster.move(caller.member, MemberState.FINISHED, "its loop is done")
-            if all(r.state is MemberState.FINISHED for r in self._roster.all() if r.member.role == TRAINER):
-                self._owner.stop("finished", "")
+        """Its work is done. How long the process takes to leave, and how it ends, is no failure any more."""
+        self._roster.move(caller.member, MemberState.FINISHED, "its work is done")
+        self._monitor.forget(caller)
+        self.tell_membership()
+        if all(r.state is MemberState.FINISHED for r in self._roster.all() if r.member.role == TRAINER):
+            self._owner.stop("finished", "")
 
     async def _give_up(self, caller: Identity, *, cause: str) -> None:
         """A member found out that the job cannot go on, whoever is replaced."""

@@ -218,14 +218,7 @@ class Supervisor:
             if view is None or self._ending.is_set():
                 return
             view.exited = how
-            judgement = self.monitor.verdict(identity, time.monotonic())
-            if judgement.verdict.failed:
-                self.accuse(identity, judgement)
-            else:
-                self.monitor.forget(identity)
-                if self.roster.current(identity):
-                    self.roster.move(identity.member, MemberState.FINISHED, judgement.evidence)
-                    self.desk.tell_membership()
+            self.accuse(identity, self.monitor.verdict(identity, time.monotonic()))
 
         self._runtime.watch(process, ended)
 
