@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint soak clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ lint: setup
 # Two workers: much of the time is spent waiting for processes that were killed or frozen on purpose.
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+
+# The long form of the tests that repeat themselves under random faults.
+soak: setup
+	ROBUSTRL_SOAK_PUBLICATIONS=500 $(BIN)/pytest tests/reconnect/test_weights_soak.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) report .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

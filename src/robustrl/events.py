@@ -215,6 +215,8 @@ class VersionCommitted(Event, frozen=True, kw_only=True, tag="version_committed"
     transport: str
     bytes: int
     seconds: float
+    staged: int = 0
+    """Bytes of memory that it took while it was pulled; 0 where it was mapped."""
 
 
 class TransportChosen(Event, frozen=True, kw_only=True, tag="transport_chosen"):

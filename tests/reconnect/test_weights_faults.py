@@ -23,7 +23,8 @@ from robustrl.roles import Identity, Version
 from robustrl.wire import Secret
 
 NEEDS_UCX = pytest.mark.skipif(not importlib.util.find_spec("ucxx"), reason="needs ucxx")
-TRANSPORTS = ["tcp", pytest.param("ucx", marks=NEEDS_UCX), "shm"]
+NEEDS_NIXL = pytest.mark.skipif(not transports.nixl_installed(), reason="needs NIXL (robustrl[nixl])")
+TRANSPORTS = ["tcp", pytest.param("ucx", marks=NEEDS_UCX), "shm", pytest.param("nixl", marks=NEEDS_NIXL)]
 MIB = 24.0
 """More than what fits into the buffers of a socket: a source that stops leaves a pull unfinished."""
 

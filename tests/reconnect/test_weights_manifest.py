@@ -163,19 +163,21 @@ def test_the_transport_of_a_pair_is_chosen_with_a_reason() -> None:
 NUMBERS = st.integers(-(1 << 63), (1 << 64) - 1)
 MESSAGES = st.one_of(
     st.dictionaries(
-        st.sampled_from(["open", "read", "put", "tag", "ucx"]),
+        st.sampled_from(["open", "read", "put", "tag", "ucx", "metadata", "take"]),
         st.one_of(st.none(), NUMBERS, st.text(), st.lists(st.one_of(NUMBERS, st.lists(NUMBERS)))),
     ).map(frames.encode),
     st.binary(max_size=64),
 )
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ucx", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "ucx", "shm", "nixl"])
 @settings(max_examples=15, deadline=None)
 @given(said=st.lists(MESSAGES, min_size=1, max_size=4))
 def test_a_source_survives_whatever_a_puller_says(transport: str, said: list[bytes]) -> None:
     if transport == "ucx" and not transports.ucx_installed():
         pytest.skip("needs ucxx")
+    if transport == "nixl" and not transports.nixl_installed():
+        pytest.skip("needs NIXL (robustrl[nixl])")
     secret, who = Secret(bytes(32)), Identity.parse("rollout/0#1")
     content = freeze(TENSORS, 256)
 

@@ -20,6 +20,8 @@ import torch
 
 from robustrl.config import ReconnectConfig
 from robustrl.reconnect import Directory, DirectoryClient, DirectoryService, WeightPublisher, WeightSubscriber
+from robustrl.reconnect.content import Content
+from robustrl.reconnect.memory import Buffer
 from robustrl.roles import Identity, Version
 from robustrl.wire import Address, RpcClient, RpcServer, Secret, bind
 
@@ -127,8 +129,12 @@ class Driven:
 
     async def spoil(self) -> None:
         """Flips a byte in the middle of everything that is held."""
-        for content in self.weights._holder.contents.values():
-            content.buffer.view[content.size // 2] ^= 1
+        contents = self.weights._holder.contents
+        for key, content in contents.items():
+            buffer = Buffer(content.size)
+            buffer.view[:] = content.buffer.view  # which may be another's, and read-only
+            buffer.view[content.size // 2] ^= 1
+            contents[key] = Content(content.manifest, buffer)
 
     async def stats(self) -> dict[str, Any]:
         return {

@@ -6,8 +6,10 @@ pulls it chunk by chunk, commits it whole or not at all, and then serves it on. 
 
 from robustrl.reconnect.content import weights_digest
 from robustrl.reconnect.directory import Assignment, Directory, Offer
+from robustrl.reconnect.memory import MemoryReport, StagingError
 from robustrl.reconnect.publisher import Published, WeightPublisher
 from robustrl.reconnect.service import DirectoryClient, DirectoryService
+from robustrl.reconnect.sharding import Slice
 from robustrl.reconnect.subscriber import HeldVersion, WeightSubscriber
 
 __all__ = [
@@ -16,8 +18,11 @@ __all__ = [
     "DirectoryClient",
     "DirectoryService",
     "HeldVersion",
+    "MemoryReport",
     "Offer",
     "Published",
+    "Slice",
+    "StagingError",
     "WeightPublisher",
     "WeightSubscriber",
     "weights_digest",

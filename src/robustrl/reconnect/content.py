@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
 from robustrl.errors import CorruptChunkError, WeightError, WeightMismatchError
+from robustrl.reconnect.cuda import Driver, find_driver
 from robustrl.reconnect.manifest import (
     ITEM_BYTES,
     Manifest,
@@ -28,9 +31,13 @@ if TYPE_CHECKING:
     import torch
 
 SLAB_BYTES: Final = 4 << 20
-"""A tensor is copied in slabs of this size, so that its first chunks are digested while its last are copied."""
+"""Tensors are copied in slabs of about this size, several at a time."""
 SMALL_BYTES: Final = 256 << 10
 """Below this, handing work to another thread costs more than the work."""
+WORKERS: Final = min(4, os.cpu_count() or 1)
+"""Threads that copy and digest. One rarely uses all the bandwidth that memory has."""
+
+T = TypeVar("T")
 
 
 class Content:
@@ -94,6 +101,7 @@ def freeze(
     chunk_bytes: int,
     pool: Pool | None = None,
     slices: Mapping[str, Slice] | None = None,
+    driver: Driver | None = None,
 ) -> Content:
     """Copies tensors (any device, any strides) into a buffer and digests them.
 
@@ -102,33 +110,38 @@ def freeze(
         chunk_bytes: how much has one digest.
         pool: where the buffer comes from.
         slices: which part of a global tensor the tensors of these names are.
+        driver: of the device that tensors may lie on (default: this machine's, if it has one).
 
     Raises:
         WeightError: a tensor cannot be published (sparse, quantized, a dtype that has no name here), or the memory
             for a copy cannot be had.
     """
-    import torch
-
+    driver = find_driver() if driver is None else driver
     layout = _lay_out(tensors, slices or {})
     size = max((spec.offset + spec.nbytes for spec, _ in layout), default=0)
     pool = Pool() if pool is None else pool
     buffer = pool.take(size)
     try:
-        with torch.no_grad(), ThreadPoolExecutor(1, "robustrl-digest") as digester:
-            digests: dict[int, list[Future[bytes] | bytes]] = {}
-            for spec, tensor in layout:
-                if spec.nbytes and spec.offset not in digests:
-                    digests[spec.offset] = list(_copy(buffer, spec, tensor, chunk_bytes, digester))
-            chunks = {
-                offset: b"".join(part if isinstance(part, bytes) else part.result() for part in parts)
-                for offset, parts in digests.items()
-            }
+        jobs: dict[int, list[Callable[[], bytes]]] = {}
+        distant: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for spec, tensor in layout:
+            if not spec.nbytes or spec.offset in jobs:
+                continue
+            if driver is not None and driver.owns(tensor):
+                distant.append((tensor_in(buffer, spec), tensor))
+                end = spec.offset + spec.nbytes
+                jobs[spec.offset] = [functools.partial(digest_chunks, buffer.view, spec.offset, end, chunk_bytes)]
+            else:
+                jobs[spec.offset] = list(_copying(buffer, spec, tensor, chunk_bytes))
+        if driver is not None and distant:
+            buffer.pin(driver.pin)
+            driver.copy(distant)
+        digests = iter(_spread([job for found in jobs.values() for job in found], size))
+        chunks = {offset: b"".join(next(digests) for _ in found) for offset, found in jobs.items()}
     except BaseException:
         pool.give(buffer)
         raise
-    specs = (
-        msgspec.structs.replace(spec, chunks=chunks[spec.offset] if spec.nbytes else b"") for spec, _ in layout
-    )
+    specs = (msgspec.structs.replace(spec, chunks=chunks[spec.offset] if spec.nbytes else b"") for spec, _ in layout)
     return Content(Manifest(chunk_bytes, tuple(specs)), buffer, lambda: pool.give(buffer))
 
 
@@ -157,29 +170,46 @@ def _lay_out(tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -
     return layout
 
 
-def _copy(
-    buffer: Buffer, spec: TensorSpec, tensor: torch.Tensor, chunk_bytes: int, digester: ThreadPoolExecutor
-) -> Iterator[Future[bytes] | bytes]:
-    """Copies one tensor and yields the digests of its chunks, in order."""
+def _copying(buffer: Buffer, spec: TensorSpec, tensor: torch.Tensor, chunk_bytes: int) -> Iterator[Callable[[], bytes]]:
+    """The pieces of work that copy one tensor; each returns the digests of its chunks."""
     target = tensor_in(buffer, spec)
-    digested = 0
-    if spec.nbytes <= SMALL_BYTES:
-        target.copy_(tensor)
-        yield digest_chunks(buffer.view, spec.offset, spec.offset + spec.nbytes, chunk_bytes)
+    item = ITEM_BYTES[spec.dtype]
+    if spec.nbytes <= SLAB_BYTES or not tensor.is_contiguous() or tensor.device.type != "cpu" or chunk_bytes % item:
+
+        def all_of_it() -> bytes:
+            target.copy_(tensor)
+            return digest_chunks(buffer.view, spec.offset, spec.offset + spec.nbytes, chunk_bytes)
+
+        yield all_of_it
         return
-    if tensor.is_contiguous():
-        source, target = tensor.reshape(-1), target.reshape(-1)
-    else:
-        source = tensor
-    rows = len(source)
-    step = max(1, SLAB_BYTES * rows // spec.nbytes)
-    for row in range(0, rows, step):
-        target[row : row + step].copy_(source[row : row + step])
-        copied = min(row + step, rows) * (spec.nbytes // rows)
-        end = spec.nbytes if copied == spec.nbytes else copied // chunk_bytes * chunk_bytes
-        if end > digested:
-            yield digester.submit(digest_chunks, buffer.view, spec.offset + digested, spec.offset + end, chunk_bytes)
-            digested = end
+    source, target = tensor.reshape(-1), target.reshape(-1)
+    many = chunk_bytes // item
+
+    def some(first: int, last: int) -> bytes:
+        digests = bytearray()
+        for at in range(first, last, many):  # digested while the processor still has it at hand
+            target[at : at + many].copy_(source[at : at + many])
+            start = spec.offset + at * item
+            digests += chunk_digest(buffer.view[start : min(start + chunk_bytes, spec.offset + spec.nbytes)])
+        return bytes(digests)
+
+    step = max(1, SLAB_BYTES // chunk_bytes) * many
+    for first in range(0, len(source), step):
+        yield functools.partial(some, first, min(first + step, len(source)))
+
+
+def _spread(jobs: Sequence[Callable[[], T]], size: int) -> list[T]:
+    """Does all the jobs, which move `size` bytes, in several threads where that helps; results are in order."""
+    import torch
+
+    def one(job: Callable[[], T]) -> T:
+        with torch.no_grad():
+            return job()
+
+    if size <= SMALL_BYTES or len(jobs) == 1 or WORKERS == 1:
+        return [one(job) for job in jobs]
+    with ThreadPoolExecutor(WORKERS, "robustrl-copy") as workers:
+        return list(workers.map(one, jobs))
 
 
 def digest_chunks(view: memoryview, start: int, end: int, chunk_bytes: int) -> bytes:
@@ -192,7 +222,9 @@ def weights_digest(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> str
     return freeze(tensors, chunk_bytes).digest
 
 
-def load(contents: Content | Sequence[Content], target: Mapping[str, torch.Tensor], layout: Layout | None = None) -> str:
+def load(
+    contents: Content | Sequence[Content], target: Mapping[str, torch.Tensor], layout: Layout | None = None
+) -> str:
     """Copies a version into live tensors and returns its digest. Checks every tensor before it touches the first.
 
     Args:
@@ -203,8 +235,6 @@ def load(contents: Content | Sequence[Content], target: Mapping[str, torch.Tenso
     Raises:
         WeightMismatchError: names, a shape or a dtype differ; nothing was changed.
     """
-    import torch
-
     parts = [contents] if isinstance(contents, Content) else list(contents)
     specs: dict[str, list[tuple[Content, TensorSpec]]] = {}
     for content in parts:
@@ -232,13 +262,27 @@ def load(contents: Content | Sequence[Content], target: Mapping[str, torch.Tenso
             if common is not None and box not in seen:  # ranks may hold the same slice: one of them is enough
                 seen.add(box)
                 missing -= common.count
-                plan.append((ours[common.within(wanted)], content, spec, common))
+                plan.append((ours.detach()[common.within(wanted)], content, spec, common))
         if missing:
             raise WeightMismatchError(
                 f"tensor {name!r} was not published whole",
                 why=f"the slices leave {missing} of {wanted.count} elements open, or overlap",
             )
-    with torch.no_grad():
-        for ours, content, spec, common in plan:
-            ours.copy_(tensor_in(content.buffer, spec)[common.within(box_of(spec))])
+    jobs: list[Callable[[], object]] = []
+    for ours, content, spec, common in plan:
+        theirs = tensor_in(content.buffer, spec)[common.within(box_of(spec))]
+        jobs += _loading(ours, theirs)
+    _spread(jobs, sum(content.size for content in parts))
     return version_digest([content.digest for content in parts])
+
+
+def _loading(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[Callable[[], object]]:
+    rows = len(ours) if ours.dim() else 1
+    if ours.nbytes <= SLAB_BYTES or rows == 1 or ours.device.type != "cpu":
+        yield lambda: ours.copy_(theirs)
+        return
+    if ours.is_contiguous() and theirs.is_contiguous():
+        ours, theirs = ours.reshape(-1), theirs.reshape(-1)
+    step = max(1, SLAB_BYTES * len(ours) // ours.nbytes)
+    for row in range(0, len(ours), step):
+        yield functools.partial(ours[row : row + step].copy_, theirs[row : row + step])

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from robustrl.errors import FencedError, WeightError
+from robustrl.reconnect.manifest import version_digest
 from robustrl.roles import Identity, Member, Version
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -20,12 +21,28 @@ REMEMBERED_VERSIONS = 4096
 """Versions without a holder whose digest stays known, the newest ones."""
 
 
+MAX_PARTS = 1 << 16
+"""Publishers of one version at the most."""
+
+Key = tuple[Version, int]
+"""A part of a version."""
+
+
 class Offer(msgspec.Struct, frozen=True):
-    """A version that someone holds: `bytes` is the size of its buffer."""
+    """A version that someone holds, or one of the `parts` that its publishers made.
+
+    `digest` and `bytes` are those of the part. `layout` is empty where all of the part is held; else it is the key of
+    the receivers' layout whose chunks are. In the directory's answer `shares` are the digests of the parts, in order,
+    where there are several; `digest` and `bytes` are then those of the version.
+    """
 
     version: Version
     digest: Text
     bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    part: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)] = 0
+    parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)] = 1
+    layout: Text = ""
+    shares: tuple[Text, ...] = ()
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -35,11 +52,12 @@ class Assignment(msgspec.Struct, frozen=True):
     endpoints: dict[Text, Text]
     version: Version
     digest: Text
+    part: int = 0
 
 
 class _Holder(msgspec.Struct):
     endpoints: dict[str, str]
-    held: dict[Version, Offer]
+    held: dict[Key, Offer]
     origin: bool
 
 
@@ -60,9 +78,10 @@ class Directory:
         """What was refused, by identity."""
         self._floor: dict[Member, int] = {}
         self._holders: dict[Identity, _Holder] = {}
-        self._digests: dict[Version, str] = {}
+        self._digests: dict[Key, str] = {}
+        self._parts: dict[Version, int] = {}
         self._high: Version | None = None
-        self._pullers: dict[Identity, dict[Identity, float]] = {}
+        self._pullers: dict[Identity, dict[tuple[Identity, int], float]] = {}
         self._failed: dict[tuple[Identity, Identity], float] = {}
         self._suspect: dict[Identity, float] = {}
 
@@ -110,7 +129,15 @@ class Directory:
         """
         self.check(who)
         for offer in held:
-            known = self._digests.get(offer.version)
+            known = self._digests.get((offer.version, offer.part))
+            parts = self._parts.get(offer.version, offer.parts)
+            if offer.parts != parts or offer.part >= parts:
+                self.refused[str(who)] += 1
+                raise WeightError(
+                    f"part {offer.part} of {offer.parts} was announced for version {offer.version}",
+                    who=who,
+                    why=f"it has {parts}",
+                )
             if known is not None and known != offer.digest:
                 self.refused[str(who)] += 1
                 raise WeightError(
@@ -118,16 +145,17 @@ class Directory:
                     who=who,
                     why=f"its digest is {known}, not {offer.digest}",
                 )
-        if publish is not None and publish not in self._digests and self._high is not None and not publish > self._high:
+        if publish is not None and publish not in self._parts and self._high is not None and not publish > self._high:
             self.refused[str(who)] += 1
             raise WeightError(
                 f"version {publish} is not above the newest", who=who, why=f"{self._high} was published before"
             )
         for offer in held:
-            self._digests[offer.version] = offer.digest
+            self._digests[offer.version, offer.part] = offer.digest
+            self._parts[offer.version] = offer.parts
             if self._high is None or offer.version > self._high:
                 self._high = offer.version
-        self._holders[who] = _Holder(dict(endpoints), {offer.version: offer for offer in held}, origin)
+        self._holders[who] = _Holder(dict(endpoints), {(offer.version, offer.part): offer for offer in held}, origin)
         self._suspect.pop(who, None)
         self._forget_old()
 
@@ -136,27 +164,56 @@ class Directory:
         self._holders.pop(who, None)
         self._pullers.pop(who, None)
         self._suspect.pop(who, None)
-        for pullers in self._pullers.values():
-            pullers.pop(who, None)
+        for source, pullers in self._pullers.items():
+            self._pullers[source] = {place: until for place, until in pullers.items() if place[0] != who}
         self._failed = {pair: until for pair, until in self._failed.items() if who not in pair}
 
     def holders(self, version: Version) -> list[Identity]:
-        return sorted(who for who, holder in self._holders.items() if version in holder.held)
+        return sorted(who for who, holder in self._holders.items() if any(key[0] == version for key in holder.held))
 
-    def newest(self, newer_than: Version | None = None, step: int | None = None) -> Offer | None:
-        """The newest version that someone holds, above `newer_than` and of `step` where they are given."""
-        offers = (offer for holder in self._holders.values() for offer in holder.held.values())
-        fitting = (
-            offer
-            for offer in offers
-            if (newer_than is None or offer.version > newer_than) and (step is None or offer.version.step == step)
+    def relays(self, version: Version) -> int:
+        """How many members that did not make `version` hold all of it, or all that receivers of their kind need."""
+        parts = self._parts.get(version)
+        if parts is None:
+            return 0
+        return sum(
+            not holder.origin and all((version, part) in holder.held for part in range(parts))
+            for holder in self._holders.values()
         )
-        return max(fitting, key=lambda offer: offer.version, default=None)
+
+    def newest(self, newer_than: Version | None = None, step: int | None = None, layout: str = "") -> Offer | None:
+        """The newest version that is held, above `newer_than` and of `step` where they are given.
+
+        A version of several parts is there when each part is held whole, or by a member of the caller's `layout`.
+        """
+        found: dict[Version, dict[int, Offer]] = {}
+        for holder in self._holders.values():
+            for offer in holder.held.values():
+                version = offer.version
+                if (
+                    offer.layout in ("", layout)
+                    and (newer_than is None or version > newer_than)
+                    and (step is None or version.step == step)
+                ):
+                    found.setdefault(version, {})[offer.part] = offer
+        complete = [version for version, parts in found.items() if len(parts) == self._parts[version]]
+        if not complete:
+            return None
+        version = max(complete)
+        parts = [offer for _, offer in sorted(found[version].items())]
+        if len(parts) == 1:
+            return Offer(version, parts[0].digest, parts[0].bytes)
+        shares = tuple(offer.digest for offer in parts)
+        return Offer(
+            version, version_digest(shares), sum(offer.bytes for offer in parts), parts=len(parts), shares=shares
+        )
 
     # -- pullers ------------------------------------------------------------------------------------------------
 
-    def assign(self, puller: Identity, version: Version, now: float) -> Assignment | None:
-        """A source of `version` for `puller`, or None while every source is busy, avoided or gone.
+    def assign(
+        self, puller: Identity, version: Version, now: float, part: int = 0, layout: str = ""
+    ) -> Assignment | None:
+        """A source of a part of `version` for `puller`, or None while every source is busy, avoided or gone.
 
         Relays come before the publisher, sources that failed nobody before those that did, idle before busy. The
         place is the puller's until it releases it or `lease_s` passed without `renew`.
@@ -164,9 +221,13 @@ class Directory:
         self.check(puller)
         best: tuple[tuple[object, ...], Identity] | None = None
         for source, holder in self._holders.items():
-            if source == puller or version not in holder.held or self._failed.get((puller, source), now) > now:
+            offer = holder.held.get((version, part))
+            if source == puller or offer is None or offer.layout not in ("", layout):
                 continue
-            others = [who for who, until in self._pullers.get(source, {}).items() if until > now and who != puller]
+            if self._failed.get((puller, source), now) > now:
+                continue
+            places = self._pullers.get(source, {})
+            others = {who for (who, _), until in places.items() if until > now and who != puller}
             if len(others) >= self.pullers_per_source:
                 continue
             rank = (self._suspect.get(source, now) > now, holder.origin, len(others), source)
@@ -175,30 +236,32 @@ class Directory:
         if best is None:
             return None
         source = best[1]
-        self._pullers.setdefault(source, {})[puller] = now + self.lease_s
+        self._pullers.setdefault(source, {})[puller, part] = now + self.lease_s
         holder = self._holders[source]
-        return Assignment(source, dict(holder.endpoints), version, holder.held[version].digest)
+        return Assignment(source, dict(holder.endpoints), version, holder.held[version, part].digest, part)
 
-    def renew(self, puller: Identity, source: Identity, now: float) -> None:
-        """`puller` is still at it."""
+    def renew(self, puller: Identity, source: Identity, now: float, part: int = 0) -> bool:
+        """`puller` is still at it. False when `source` must not be read any more: a newer incarnation took over."""
         self.check(puller)
-        if puller in self._pullers.get(source, {}):
-            self._pullers[source][puller] = now + self.lease_s
+        if (puller, part) in self._pullers.get(source, {}):
+            self._pullers[source][puller, part] = now + self.lease_s
+        return source.incarnation >= self._floor.get(source.member, 0)
 
-    def release(self, puller: Identity, source: Identity, now: float, *, failed: bool = False) -> None:
+    def release(self, puller: Identity, source: Identity, now: float, *, failed: bool = False, part: int = 0) -> None:
         """`puller` needs `source` no more. When it `failed`, this puller avoids it for a while and others do
         while they have a choice."""
         self.check(puller)
-        self._pullers.get(source, {}).pop(puller, None)
+        self._pullers.get(source, {}).pop((puller, part), None)
         if failed:
             self._failed = {pair: until for pair, until in self._failed.items() if until > now}
             self._failed[puller, source] = self._suspect[source] = now + self.avoid_s
 
     def places(self, member: Member) -> list[tuple[Identity, Identity]]:
         """(puller, source) for each place at a source that an incarnation of `member` has."""
-        return sorted(
-            (who, source) for source, pullers in self._pullers.items() for who in pullers if who.member == member
-        )
+        found = {
+            (who, source) for source, pullers in self._pullers.items() for who, _ in pullers if who.member == member
+        }
+        return sorted(found)
 
     def next_change(self, now: float) -> float | None:
         """When an assignment that is refused now may succeed although nobody says anything, or None."""
@@ -208,13 +271,15 @@ class Directory:
     # -----------------------------------------------------------------------------------------------------------
 
     def _known(self) -> set[Identity]:
-        pullers = {who for pullers in self._pullers.values() for who in pullers}
+        pullers = {who for pullers in self._pullers.values() for who, _ in pullers}
         return {*self._holders, *self._pullers, *pullers, *self._suspect}
 
     def _forget_old(self) -> None:
         if len(self._digests) <= REMEMBERED_VERSIONS:
             return
-        held = {version for holder in self._holders.values() for version in holder.held}
-        for version in sorted(self._digests)[:-REMEMBERED_VERSIONS]:
-            if version not in held:
-                del self._digests[version]
+        held = {key for holder in self._holders.values() for key in holder.held}
+        for key in sorted(self._digests)[:-REMEMBERED_VERSIONS]:
+            if key not in held:
+                del self._digests[key]
+        known = {version for version, _ in self._digests}
+        self._parts = {version: parts for version, parts in self._parts.items() if version in known}

@@ -11,7 +11,7 @@ from robustrl.errors import DeadlineError, PeerGoneError, RobustError
 from robustrl.events import Emit
 from robustrl.reconnect import transports
 from robustrl.reconnect.content import Content
-from robustrl.reconnect.directory import Offer
+from robustrl.reconnect.directory import Key, Offer
 from robustrl.reconnect.memory import MemoryReport, Pool
 from robustrl.reconnect.service import DirectoryClient
 from robustrl.roles import Identity, Version
@@ -34,16 +34,19 @@ class Holder:
         *,
         host: str = LOOPBACK,
         origin: bool,
+        layout: str = "",
     ) -> None:
         self.identity = identity
         self.directory = directory
         self.config = config
         self.emit = emit
         self.origin = origin
+        self.layout = layout
         self.transports = transports.make(config, identity, secret, host)
         self.pool = Pool(config.staging_bytes, identity)
         self.endpoints: dict[str, str] = {}
-        self.contents: dict[Version, Content] = {}
+        self.contents: dict[Key, Content] = {}
+        self.parts: dict[Version, int] = {}
         self._announcing = asyncio.Lock()
 
     @property
@@ -66,40 +69,72 @@ class Holder:
             self.endpoints[name] = await transport.serve(self.find)
 
     def find(self, digest: str) -> Content | None:
+        """The content of this digest, if it is held."""
         return next((content for content in list(self.contents.values()) if content.digest == digest), None)
 
     def held(self) -> list[Version]:
-        return sorted(self.contents)
+        return sorted({version for version, _ in self.contents})
 
-    async def add(self, version: Version, content: Content, *, publish: bool = False) -> None:
-        """Holds one version more, and the oldest less.
+    async def add(
+        self, version: Version, contents: Mapping[int, Content], parts: int = 1, *, publish: bool = False
+    ) -> None:
+        """Holds one version more, or some parts of one, and the oldest less.
 
         While the directory is away the version is held all the same; `announce` makes up for it.
+
+        Args:
+            version: whose.
+            contents: by the number of the part.
+            parts: how many the version has in all.
+            publish: whether they are new with us.
 
         Raises:
             FencedError, WeightError: the directory refused the version; it is not held then.
         """
         async with self._announcing:
-            before = self.contents
-            both = {**before, version: content}
-            kept = {each: both[each] for each in sorted(both)[-self.config.keep_versions :]}
+            before, parts_before = self.contents, self.parts
+            both = {**before, **{(version, part): content for part, content in contents.items()}}
+            newest = sorted({version for version, _ in both})[-self.config.keep_versions :]
+            kept = {key: content for key, content in both.items() if key[0] in newest}
             self.contents = both  # what falls out is served until the directory sends nobody to it any more
+            self.parts = {**parts_before, version: parts}
             try:
                 await self._announce(kept, version if publish else None)
             except (DeadlineError, PeerGoneError) as error:
                 log.warning("%s: version %s is not announced yet: %s", self.identity, version, error)
             except BaseException:
-                self.contents = before
+                self.contents, self.parts = before, parts_before
                 raise
-            self.contents = kept
+            self._keep(kept)
+
+    async def drop(self, version: Version) -> None:
+        """Holds `version` no more."""
+        async with self._announcing:
+            kept = {key: content for key, content in self.contents.items() if key[0] != version}
+            await self._announce(kept, None)
+            self._keep(kept)
+
+    def _keep(self, kept: dict[Key, Content]) -> None:
+        self.contents = kept
+        self.parts = {version: self.parts[version] for version, _ in kept}
 
     async def announce(self) -> None:
         """Says again what is held: the directory may have been restarted empty."""
         async with self._announcing:
             await self._announce(self.contents, None)
 
-    async def _announce(self, contents: Mapping[Version, Content], publish: Version | None) -> None:
-        held = [Offer(version, content.digest, content.size) for version, content in sorted(contents.items())]
+    async def _announce(self, contents: Mapping[Key, Content], publish: Version | None) -> None:
+        held = [
+            Offer(
+                version,
+                content.digest,
+                content.size,
+                part,
+                self.parts[version],
+                self.layout if content.pieces is not None else "",
+            )
+            for (version, part), content in sorted(contents.items(), key=lambda entry: entry[0])
+        ]
         await self.directory.announce(self.endpoints, held, origin=self.origin, publish=publish)
 
     async def close(self) -> None:
@@ -111,5 +146,5 @@ class Holder:
             log.debug("%s: no goodbye: %s", self.identity, error)
         for transport in self.transports.values():
             await transport.close()
-        self.contents = {}
+        self.contents, self.parts = {}, {}
         self.pool.clear()

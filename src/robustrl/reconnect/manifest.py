@@ -149,7 +149,7 @@ def chunk_digest(data: bytes | memoryview) -> bytes:
 
 def version_digest(parts: Sequence[str]) -> str:
     """The digest of a version from those of its parts, in order; that of a single part is its own."""
-    return parts[0] if len(parts) == 1 else str(xxhash.xxh3_128_hexdigest("/".join(parts)))
+    return parts[0] if len(parts) == 1 else str(xxhash.xxh3_128_hexdigest("/".join(parts).encode()))
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
@@ -228,9 +228,7 @@ def cover(pieces: Iterable[Piece]) -> list[Range]:
     return [wanted for wanted, _ in plan_ranges(pieces, MAX_BYTES)]
 
 
-def check_ranges(
-    ranges: Sequence[tuple[int, int]], size: int, present: Sequence[Range] | None = None
-) -> list[Range]:
+def check_ranges(ranges: Sequence[tuple[int, int]], size: int, present: Sequence[Range] | None = None) -> list[Range]:
     """Ranges as a peer asks for them. Raises ProtocolError for one that is not inside the buffer.
 
     Args:

@@ -20,6 +20,7 @@ import select
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import msgspec
@@ -77,8 +78,18 @@ class Buffer:
         with contextlib.suppress(OSError):  # only this mapping can write from now on
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
         self.view = memoryview(self.memory)[:size]
+        self._pinned = False
         self._pipe: tuple[int, int] | None = None
         self._ends = weakref.finalize(self, _close_all, [])
+
+    def pin(self, register: Callable[[int, int], Callable[[], None]]) -> None:
+        """Page-locks the memory for as long as it lives, once. `register` takes its address and size."""
+        import numpy as np
+
+        if not self._pinned and self.size:
+            undo = register(int(np.frombuffer(self.view, np.uint8).ctypes.data), self.size)
+            weakref.finalize(self, undo).atexit = False  # at its end the process gives everything back anyway
+            self._pinned = True
 
     def share(self) -> Shared:
         """Descriptors for one more reader; the caller sends and closes them."""
@@ -134,16 +145,16 @@ class Mapped:
         self.memory = mapping.memory
         self.view = memoryview(mapping.memory)[:size]
         self._mapping = mapping
-        self._readers = weakref.finalize(self, os.close, readers)
-        self._readers_fd = readers
+        self._end = weakref.finalize(self, os.close, readers)
+        self._readers = readers
 
     def share(self) -> Shared:
         """See `Buffer.share`: the owner counts the reader that gets these as one of its own."""
-        return Shared(os.dup(self._mapping.fd), os.dup(self._readers_fd))
+        return Shared(os.dup(self._mapping.fd), os.dup(self._readers))
 
     def close(self) -> None:
         """Ends our reading: the owner may write into this memory again."""
-        self._readers()
+        self._end()
 
 
 class Mappings:

@@ -33,21 +33,32 @@ class _Newest(msgspec.Struct, forbid_unknown_fields=True):
     newer_than: Version | None = None
     step: int | None = None
     wait_s: Wait = 0.0
+    layout: Text = ""
 
 
 class _Assign(msgspec.Struct, forbid_unknown_fields=True):
     version: Version
     wait_s: Wait = 0.0
+    part: int = 0
+    layout: Text = ""
+
+
+class _Relays(msgspec.Struct, forbid_unknown_fields=True):
+    version: Version
+    count: Annotated[int, msgspec.Meta(ge=1)] = 1
+    wait_s: Wait = 0.0
 
 
 class _Renew(msgspec.Struct, forbid_unknown_fields=True):
     source: Identity
+    part: int = 0
 
 
 class _Release(msgspec.Struct, forbid_unknown_fields=True):
     source: Identity
     failed: bool = False
     why: Text = ""
+    part: int = 0
 
 
 class _Retire(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,17 +116,28 @@ class DirectoryService:
                 self._wake()
             case "newest":
                 asked = _read(params, _Newest)
-                return await self._wait(lambda: self.directory.newest(asked.newer_than, asked.step), asked.wait_s)
+                return await self._wait(
+                    lambda: self.directory.newest(asked.newer_than, asked.step, asked.layout), asked.wait_s
+                )
             case "assign":
                 wanted = _read(params, _Assign)
                 return await self._wait(
-                    lambda: self.directory.assign(caller, wanted.version, self._clock()), wanted.wait_s
+                    lambda: self.directory.assign(caller, wanted.version, self._clock(), wanted.part, wanted.layout),
+                    wanted.wait_s,
                 )
+            case "relays":
+                hoped = _read(params, _Relays)
+
+                def enough() -> bool | None:
+                    return self.directory.relays(hoped.version) >= hoped.count or None
+
+                return bool(await self._wait(enough, hoped.wait_s))
             case "renew":
-                self.directory.renew(caller, _read(params, _Renew).source, self._clock())
+                at = _read(params, _Renew)
+                return self.directory.renew(caller, at.source, self._clock(), at.part)
             case "release":
                 done = _read(params, _Release)
-                self.directory.release(caller, done.source, self._clock(), failed=done.failed)
+                self.directory.release(caller, done.source, self._clock(), failed=done.failed, part=done.part)
                 if done.failed:
                     text = f"{caller} in phase sync gave up source {done.source} {done.why}"
                     self._emit(events.Alarm(text=text, member=str(done.source.member)))
@@ -132,7 +154,7 @@ class DirectoryService:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _wait(self, look: Callable[[], Offer | Assignment | None], wait_s: float) -> Any:
+    async def _wait(self, look: Callable[[], Offer | Assignment | bool | None], wait_s: float) -> Any:
         end = self._clock() + wait_s
         while True:
             changed = self._changed
@@ -177,7 +199,7 @@ class DirectoryClient:
         )
 
     async def newest(
-        self, newer_than: Version | None = None, step: int | None = None, *, wait_s: float = 0.0
+        self, newer_than: Version | None = None, step: int | None = None, *, wait_s: float = 0.0, layout: str = ""
     ) -> Offer | None:
         """The newest version that someone holds; waits up to `wait_s` for one that fits."""
         wait_s = min(wait_s, MAX_WAIT_S)
@@ -187,30 +209,52 @@ class DirectoryClient:
             newer_than=msgspec.to_builtins(newer_than),
             step=step,
             wait_s=wait_s,
+            layout=layout,
         )
         return None if answer is None else _answer(answer, Offer)
 
-    async def assign(self, version: Version, *, wait_s: float = 0.0) -> Assignment | None:
-        """A source of `version`; waits up to `wait_s` for a free one."""
+    async def assign(
+        self, version: Version, *, wait_s: float = 0.0, part: int = 0, layout: str = ""
+    ) -> Assignment | None:
+        """A source of a part of `version`; waits up to `wait_s` for a free one."""
         wait_s = min(wait_s, MAX_WAIT_S)
         answer = await self._call(
             "weights.assign",
             timeout=wait_s + self.patience_s,
             version=msgspec.to_builtins(version),
             wait_s=wait_s,
+            part=part,
+            layout=layout,
         )
         return None if answer is None else _answer(answer, Assignment)
 
-    async def renew(self, source: Identity) -> None:
-        await self._call("weights.renew", timeout=self.patience_s, source=msgspec.to_builtins(source))
+    async def relayed(self, version: Version, count: int, *, wait_s: float = 0.0) -> bool:
+        """Whether `count` members that did not make `version` hold it; waits up to `wait_s` for them."""
+        wait_s = min(wait_s, MAX_WAIT_S)
+        return bool(
+            await self._call(
+                "weights.relays",
+                timeout=wait_s + self.patience_s,
+                version=msgspec.to_builtins(version),
+                count=count,
+                wait_s=wait_s,
+            )
+        )
 
-    async def release(self, source: Identity, *, failed: bool = False, why: str = "") -> None:
+    async def renew(self, source: Identity, part: int = 0) -> bool:
+        """Says that we still pull from `source`. False when a newer incarnation took over from it."""
+        return bool(
+            await self._call("weights.renew", timeout=self.patience_s, source=msgspec.to_builtins(source), part=part)
+        )
+
+    async def release(self, source: Identity, *, failed: bool = False, why: str = "", part: int = 0) -> None:
         await self._call(
             "weights.release",
             timeout=self.patience_s,
             source=msgspec.to_builtins(source),
             failed=failed,
             why=why[:1000],
+            part=part,
         )
 
     async def retire(self) -> None:

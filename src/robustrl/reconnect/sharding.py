@@ -30,7 +30,7 @@ class Slice(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not len(self.whole) == len(self.start) == len(self.size) or not all(
-            0 <= start and 0 <= size and start + size <= whole
+            min(start, size) >= 0 and start + size <= whole
             for whole, start, size in zip(self.whole, self.start, self.size, strict=True)
         ):
             raise WeightError(f"{list(self.start)}+{list(self.size)} is no slice of a tensor {list(self.whole)}")

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from robustrl import events
@@ -18,21 +18,23 @@ from robustrl.errors import (
     DeadlineError,
     FencedError,
     PeerGoneError,
-    ProtocolError,
     RobustError,
     TransportError,
     WeightMismatchError,
     WireError,
 )
 from robustrl.events import Emit
-from robustrl.reconnect.content import Buffer, Content, load, verify
+from robustrl.reconnect.content import Content, load, verify
 from robustrl.reconnect.directory import Assignment, Offer
 from robustrl.reconnect.holder import Holder
-from robustrl.reconnect.manifest import Manifest, Piece, Range, plan_ranges
+from robustrl.reconnect.manifest import Piece, Range, plan_ranges
+from robustrl.reconnect.memory import Mapped, MemoryReport, StagingError
+from robustrl.reconnect.partial import Partial, all_sources, all_transports
 from robustrl.reconnect.service import DirectoryClient
+from robustrl.reconnect.sharding import Layout, layout_key
 from robustrl.reconnect.transports import choose
 from robustrl.reconnect.transports.base import ContentGoneError, Session
-from robustrl.roles import Identity, Version
+from robustrl.roles import Identity, Member, Version
 from robustrl.wire import Secret
 from robustrl.wire.address import LOOPBACK
 
@@ -55,43 +57,8 @@ class HeldVersion(NamedTuple):
     version: Version
     digest: str
     bytes: int
-    content: Content
-
-
-class _Partial:
-    """A version that is not whole yet: nobody but the puller sees it."""
-
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
-        self.began = time.monotonic()
-        self.manifest: Manifest | None = None
-        self.buffer: Buffer | None = None
-        self.missing: deque[Piece] = deque()
-        """In the order of the buffer."""
-        self.sources: list[str] = []
-        self.transports: list[str] = []
-        self.pulled = 0
-
-    def progress(self) -> str:
-        if self.manifest is None:
-            return "before the manifest"
-        chunks = len(self.manifest.pieces())
-        return f"after {chunks - len(self.missing)} of {chunks} chunks"
-
-    def prepare(self, manifest: Manifest, others: list[Content]) -> None:
-        """Takes memory for the version and copies what other versions have of it."""
-        self.buffer = Buffer(manifest.size)
-        self.manifest = manifest
-        known: dict[bytes, tuple[Content, Piece]] = {}
-        for content in others:
-            known.update((piece.digest, (content, piece)) for piece in content.manifest.pieces())
-        for piece in manifest.pieces():
-            found = known.get(piece.digest)
-            if found is None or found[1].length != piece.length:
-                self.missing.append(piece)
-                continue
-            there = found[0].buffer.view[found[1].start : found[1].start + piece.length]
-            self.buffer.view[piece.start : piece.start + piece.length] = there
+    contents: tuple[Content, ...]
+    """One for each part that was published; most versions have one."""
 
 
 class WeightSubscriber:
@@ -104,6 +71,7 @@ class WeightSubscriber:
         secret: the job's secret.
         emit: takes `events.VersionCommitted` and `events.TransportChosen`.
         host: the address to serve on.
+        layout: which slice of a tensor this member needs; it needs those whole that are not named.
         on_apply: called with each version that was loaded, before `applied` says so: the place to drop what was
             computed with other weights (KV and prefix caches). When it raises, the member holds no usable weights.
     """
@@ -117,25 +85,36 @@ class WeightSubscriber:
         emit: Emit,
         *,
         host: str = LOOPBACK,
+        layout: Layout | None = None,
         on_apply: Callable[[HeldVersion], None] | None = None,
     ) -> None:
         self.identity = identity
         self._on_apply = on_apply
         self._applied: HeldVersion | None = None
         self._applying = threading.Lock()
-        self._holder = Holder(identity, directory, config, secret, emit, host=host, origin=False)
+        self._layout = layout
+        self._key = layout_key(layout)
+        self._holder = Holder(identity, directory, config, secret, emit, host=host, origin=False, layout=self._key)
         self._directory = directory
         self._config = config
         self._emit = emit
         self._pulling = asyncio.Lock()
         self._pulls: set[asyncio.Task[HeldVersion | None]] = set()
         self._closed = False
-        self._partial: _Partial | None = None
+        self._partials: dict[str, Partial] = {}
+        """What is on its way, by digest; kept when a pull ends before it is whole."""
+        self._floors: dict[Member, int] = {}
         self._told: set[tuple[Identity, str]] = set()
         self.corrupt_chunks = 0
         """Chunks that did not have their digest and were pulled again elsewhere."""
         self.pulled_bytes = 0
         """Bytes of verified chunks that came from others."""
+        self.refused_sources = 0
+        """How often the directory named a source that is known to have been replaced."""
+
+    def memory_report(self) -> MemoryReport:
+        """What the versions held, and the one under way, occupy."""
+        return self._holder.memory_report()
 
     @property
     def served_bytes(self) -> int:
@@ -164,6 +143,8 @@ class WeightSubscriber:
 
         Raises:
             FencedError: a newer incarnation of this member has taken over.
+            StagingError: the version does not fit `reconnect.staging_bytes` or this machine's memory.
+            WeightError: `layout` does not fit what was published.
         """
         task = asyncio.create_task(self._pull(newer_than, step, timeout))
         self._pulls.add(task)
@@ -180,10 +161,9 @@ class WeightSubscriber:
             async with asyncio.timeout(timeout):
                 while True:
                     # Outside the lock: who waits for something newer must not keep out who wants what there is.
-                    offer = await self._directory.newest(newer_than, step, wait_s=timeout)
+                    offer = await self._directory.newest(newer_than, step, wait_s=timeout, layout=self._key)
                     async with self._pulling:
-                        if self._partial is not None and (offer is None or offer.digest != self._partial.digest):
-                            self._partial = None  # half a version that nobody has any more, or that is outdated
+                        self._forget_all_but(() if offer is None else offer.shares or (offer.digest,))
                         if offer is not None and (held := await self._take(offer)) is not None:
                             return held
         except (TimeoutError, DeadlineError):
@@ -208,7 +188,7 @@ class WeightSubscriber:
         with self._applying:
             before, self._applied = self._applied, None
             try:
-                digest = load(held.content, target)
+                digest = load(held.contents, target, self._layout)
             except WeightMismatchError:
                 self._applied = before
                 raise
@@ -219,7 +199,7 @@ class WeightSubscriber:
 
     async def adopt(self, held: HeldVersion) -> None:
         """Takes over a version that this process held as another member, and serves it."""
-        await self._holder.add(held.version, held.content)
+        await self._holder.add(held.version, dict(enumerate(held.contents)), len(held.contents))
 
     async def reannounce(self) -> None:
         """Tells the directory again what is held; to be called after each reconnect to its host."""
@@ -231,67 +211,98 @@ class WeightSubscriber:
         for task in self._pulls:
             task.cancel()
         await asyncio.gather(*self._pulls, return_exceptions=True)
+        self._forget_all_but(())
         await self._holder.close()
-        self._partial = None
 
     # -----------------------------------------------------------------------------------------------------------
 
+    def _forget_all_but(self, digests: Sequence[str]) -> None:
+        """Drops halves of versions that nobody has any more, or that are outdated."""
+        for digest in [digest for digest in self._partials if digest not in digests]:
+            self._partials.pop(digest).drop()
+
     async def _take(self, offer: Offer) -> HeldVersion | None:
         """Gets this version, or gives it up when the directory has no source of it now."""
-        content = self._holder.contents.get(offer.version)
-        if content is None or content.digest != offer.digest:
-            content = self._holder.find(offer.digest)
-            partial = _Partial(offer.digest)
+        digests = offer.shares or (offer.digest,)
+        contents: list[Content] = []
+        self._holder.pool.expect(len(digests))
+        partials: list[Partial] = []
+        for part, digest in enumerate(digests):
+            content = self._held_part(digest)
             if content is None:
-                if self._partial is None or self._partial.digest != offer.digest:
-                    self._partial = partial
-                partial = self._partial
-                content = await self._complete(partial, offer)
+                partial = self._partials.setdefault(digest, Partial(digest, self._layout, self._holder.pool))
+                content = await self._complete(partial, offer, part)
                 if content is None:
                     return None
-            await self._commit(offer.version, content, partial)
-        return HeldVersion(offer.version, content.digest, content.size, content)
+                partials.append(partial)
+            contents.append(content)
+        known = self._holder.contents
+        if any(known.get((offer.version, part)) is not content for part, content in enumerate(contents)):
+            await self._commit(offer, contents, partials)
+        self._partials.clear()
+        return HeldVersion(offer.version, offer.digest, sum(content.size for content in contents), tuple(contents))
 
-    async def _complete(self, partial: _Partial, offer: Offer) -> Content | None:
-        while partial.manifest is None or partial.missing:
-            assignment = await self._directory.assign(offer.version, wait_s=PLACE_WAIT_S)
-            if assignment is None or assignment.digest != offer.digest:
+    def _held_part(self, digest: str) -> Content | None:
+        finished = self._partials.get(digest)
+        if finished is not None and finished.finished is not None:
+            return finished.finished
+        return self._holder.find(digest)
+
+    async def _complete(self, partial: Partial, offer: Offer, part: int) -> Content | None:
+        while not partial.done:
+            assignment = await self._directory.assign(offer.version, wait_s=PLACE_WAIT_S, part=part, layout=self._key)
+            if assignment is None or assignment.digest != partial.digest:
                 return None
             if await self._pull_from(assignment, partial):
                 continue
-            newest = await self._directory.newest(step=offer.version.step)
+            newest = await self._directory.newest(step=offer.version.step, layout=self._key)
             if newest is None or newest.digest != offer.digest:
                 return None  # it is outdated or gone; begin again with what there is
-        assert partial.manifest is not None and partial.buffer is not None
-        return Content(partial.manifest, partial.buffer)
+        return partial.finish()
 
-    async def _commit(self, version: Version, content: Content, partial: _Partial) -> None:
-        await self._holder.add(version, content)
-        self._partial = None
+    async def _commit(self, offer: Offer, contents: list[Content], partials: list[Partial]) -> None:
+        began = min((partial.began for partial in partials), default=time.monotonic())
+        await self._holder.add(offer.version, dict(enumerate(contents)), len(contents))
         self._emit(
             events.VersionCommitted(
-                version=str(version),
-                digest=content.digest,
+                version=str(offer.version),
+                digest=offer.digest,
                 member=str(self.identity.member),
                 incarnation=self.identity.incarnation,
-                sources=tuple(partial.sources),
-                transport="+".join(partial.transports),
-                bytes=partial.pulled,
-                seconds=round(time.monotonic() - partial.began, 6),
+                sources=all_sources(partials),
+                transport=all_transports(partials),
+                bytes=sum(partial.pulled for partial in partials),
+                seconds=round(time.monotonic() - began, 6),
+                staged=sum(partial.staged for partial in partials),
             )
         )
 
-    async def _pull_from(self, assignment: Assignment, partial: _Partial) -> bool:
+    def _refuse_replaced(self, source: Identity) -> bool:
+        """Whether `source` is an older incarnation than one we have met."""
+        newest = self._floors.get(source.member, 0)
+        if source.incarnation >= newest:
+            self._floors[source.member] = source.incarnation
+            return False
+        self.refused_sources += 1
+        why = f"incarnation {newest} has taken over"
+        self._emit(events.Refused(what="weights.source", identity=str(source), why=why))
+        return True
+
+    async def _pull_from(self, assignment: Assignment, partial: Partial) -> bool:
         """Pulls what is missing from one source. False when it could not give all of it."""
-        source = assignment.source
+        source, part = assignment.source, assignment.part
         failure: Exception | None = None
         try:
+            if self._refuse_replaced(source):
+                await asyncio.sleep(0.05)  # the directory will hear of it
+                raise TransportError("the source is an older incarnation")
             await self._drain(assignment, partial)
         except ContentGoneError:
-            await self._directory.release(source)
+            await self._directory.release(source, part=part)
             await asyncio.sleep(0.02)  # its announcement is on the way
             return False
-        except FencedError:
+        except (FencedError, StagingError):
+            await self._let_go(assignment)
             raise
         except (RobustError, OSError) as error:  # a TimeoutError is an OSError
             failure = error
@@ -299,27 +310,38 @@ class WeightSubscriber:
             if isinstance(error, CorruptChunkError):
                 self.corrupt_chunks += 1
         except asyncio.CancelledError:
-            await self._let_go(source)
+            await self._let_go(assignment)
             raise
         why = ""
         if failure is not None:
             why = f"{partial.progress()}: {str(failure) or f'nothing came within {self._config.timeout_s:g} s'}"
             log.warning("%s: source %s of version %s failed: %s", self.identity, source, assignment.version, why)
-        await self._directory.release(source, failed=failure is not None, why=why)
+        await self._directory.release(source, failed=failure is not None, why=why, part=part)
         return failure is None
 
-    async def _let_go(self, source: Identity) -> None:
+    async def _let_go(self, assignment: Assignment) -> None:
         with contextlib.suppress(RobustError, OSError, asyncio.CancelledError):
             async with asyncio.timeout(0.5):
-                await self._directory.release(source)
+                await self._directory.release(assignment.source, part=assignment.part)
 
-    async def _drain(self, assignment: Assignment, partial: _Partial) -> None:
+    async def _drain(self, assignment: Assignment, partial: Partial) -> None:
         async with self._meet(assignment) as (transport, session):
-            async with asyncio.timeout(self._config.timeout_s):
-                encoded = await session.open(assignment.digest)
-            if partial.manifest is None:
-                await asyncio.to_thread(self._prepare, partial, encoded)
-            await self._read(assignment, partial, session, transport)
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    encoded = await session.open(assignment.digest)
+                manifest = await asyncio.to_thread(partial.describe, encoded)
+                lent = session.lend(manifest.size)
+                if lent is not None:
+                    await self._check_lent(assignment, partial, lent, transport)
+                    return
+                view = await partial.stage(list(self._holder.contents.values()))
+                groups = plan_ranges(partial.missing, RANGE_BYTES)
+                landing = session.read([wanted for wanted, _ in groups], view)
+                await self._check(assignment, partial, groups, landing, view, transport)
+            finally:
+                await session.close()
+                if session.tainted:
+                    partial.taint()
 
     @contextlib.asynccontextmanager
     async def _meet(self, assignment: Assignment) -> AsyncIterator[tuple[str, Session]]:
@@ -339,48 +361,79 @@ class WeightSubscriber:
                 self._told.add((source, choice.transport))
                 why = "; ".join([*notes, choice.why])
                 self._emit(events.TransportChosen(peer=str(source), transport=choice.transport, why=why))
-            try:
-                yield choice.transport, session
-            finally:
-                await session.close()
+            yield choice.transport, session
             return
         raise TransportError(f"cannot connect to {source}", why="; ".join(notes))
 
-    def _prepare(self, partial: _Partial, encoded: bytes) -> None:
-        """Reads the manifest and takes memory for it, only if it is the one that the directory vouches for."""
-        manifest = Manifest.decode(encoded)
-        if manifest.digest() != partial.digest:
-            raise ProtocolError(
-                "the source gave another manifest than was announced",
-                why=f"its digest is {manifest.digest()}, not {partial.digest}",
-            )
-        partial.prepare(manifest, list(self._holder.contents.values()))
+    async def _check_lent(self, assignment: Assignment, partial: Partial, lent: Mapped, transport: str) -> None:
+        """Verifies all that is needed where it lies in the source's memory."""
+        groups = plan_ranges(partial.needed, RANGE_BYTES)
+        before = partial.missing.copy()
+        try:
+            partial.missing = deque(partial.needed)
+            await self._check(assignment, partial, groups, _all_there(groups), lent.view, transport)
+        except BaseException:
+            partial.missing = before
+            lent.close()
+            raise
+        partial.borrow(lent)
 
-    async def _read(self, assignment: Assignment, partial: _Partial, session: Session, transport: str) -> None:
-        assert partial.buffer is not None
-        view = partial.buffer.view
-        groups = plan_ranges(partial.missing, RANGE_BYTES)
+    async def _check(
+        self,
+        assignment: Assignment,
+        partial: Partial,
+        groups: list[tuple[Range, list[Piece]]],
+        landing: AsyncIterator[Range],
+        view: memoryview,
+        transport: str,
+    ) -> None:
+        """Verifies ranges as they land; while one is verified, those after it arrive."""
+        checks: deque[tuple[asyncio.Future[None], Range, list[Piece]]] = deque()
         renewed = time.monotonic()
-        landed = aiter(session.read([wanted for wanted, _ in groups], view))
-        for wanted, pieces in groups:
-            async with asyncio.timeout(self._config.timeout_s):
-                await anext(landed)
-            await asyncio.to_thread(_verify_all, pieces, view)
+
+        async def settle() -> None:
+            check, wanted, pieces = checks[0]
+            await check
+            checks.popleft()
             for _ in pieces:
                 partial.missing.popleft()
             self._count(assignment, partial, wanted, transport)
-            if time.monotonic() - renewed > RENEW_S:
-                renewed = time.monotonic()
-                with contextlib.suppress(DeadlineError, PeerGoneError):
-                    await self._directory.renew(assignment.source)
 
-    def _count(self, assignment: Assignment, partial: _Partial, wanted: Range, transport: str) -> None:
+        try:
+            for wanted, pieces in groups:
+                async with asyncio.timeout(self._config.timeout_s):
+                    await anext(landing)
+                checks.append((asyncio.ensure_future(asyncio.to_thread(_verify_all, pieces, view)), wanted, pieces))
+                while len(checks) >= self._config.credits or (checks and checks[0][0].done()):
+                    await settle()
+                if time.monotonic() - renewed > RENEW_S:
+                    renewed = time.monotonic()
+                    await self._renew(assignment)
+            while checks:
+                await settle()
+        finally:
+            await asyncio.gather(*(check for check, _, _ in checks), return_exceptions=True)
+
+    async def _renew(self, assignment: Assignment) -> None:
+        try:
+            still = await self._directory.renew(assignment.source, assignment.part)
+        except (DeadlineError, PeerGoneError):
+            return  # the directory is away; what flows may flow on
+        if not still:
+            raise TransportError("the source was replaced while we pulled from it")
+
+    def _count(self, assignment: Assignment, partial: Partial, wanted: Range, transport: str) -> None:
         partial.pulled += wanted.length
         self.pulled_bytes += wanted.length
         if str(assignment.source) not in partial.sources:
             partial.sources.append(str(assignment.source))
         if transport not in partial.transports:
             partial.transports.append(transport)
+
+
+async def _all_there(groups: list[tuple[Range, list[Piece]]]) -> AsyncIterator[Range]:
+    for wanted, _ in groups:
+        yield wanted
 
 
 def _verify_all(pieces: list[Piece], view: memoryview) -> None:

@@ -15,12 +15,19 @@ from weights_fleet import BUCKET, PEER_LIMIT_S
 from weights_rig import Rig
 
 from robustrl.config import ReconnectConfig
+from robustrl.reconnect import transports
 
 NEEDS_UCX = pytest.mark.skipif(not importlib.util.find_spec("ucxx"), reason="needs ucxx")
 
 
-@pytest.fixture(params=["tcp", pytest.param("ucx", marks=NEEDS_UCX), "shm"])
+NEEDS_NIXL = pytest.mark.skipif(not transports.nixl_installed(), reason="needs NIXL (robustrl[nixl])")
+TRANSPORTS = ["tcp", pytest.param("ucx", marks=NEEDS_UCX), "shm", pytest.param("nixl", marks=NEEDS_NIXL)]
+
+
+@pytest.fixture(params=TRANSPORTS)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(ReconnectConfig(transport=request.param, chunk_bytes=BUCKET, timeout_s=PEER_LIMIT_S))
+    # One bucket at a time: what is lost at bucket 5 has not been read ahead.
+    config = ReconnectConfig(transport=request.param, chunk_bytes=BUCKET, timeout_s=PEER_LIMIT_S, credits=1)
+    rig = Rig(config)
     yield rig
     rig.close()

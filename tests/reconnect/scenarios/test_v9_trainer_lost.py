@@ -20,6 +20,7 @@ def test_a_trainer_killed_at_bucket_5_of_10_costs_no_worker_and_no_rollout(rig: 
     for worker in fleet.workers:
         worker.ask("start_rollouts", count=ROLLOUTS, tokens=TOKENS)
         worker.ask("slow", pause_s=0.1)
+    fleet.trainer.ask("serve_slowly", pause_s=0.1)
     half = fleet.publish("1.2", 2)
     pulling = [worker.begin("sync", newer_than="1.1", timeout=2.5) for worker in fleet.workers]
     wait_until(lambda: max(worker.landed.value for worker in fleet.workers) >= 5)

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from weights_rig import Driven, MemberProcess, Rig, fingerprint
 
 from robustrl.reconnect import HeldVersion
+from robustrl.reconnect.transports import base, tcp
 from robustrl.roles import Identity, Version
 
 BUCKETS: Final = 10
@@ -61,6 +63,8 @@ class Logged(Driven):
     """A member whose log the test can read."""
 
     def __init__(self, *args: Any) -> None:
+        # Ten buckets would vanish into larger buffers, and no transfer would be half done.
+        tcp.SOCKET_BUFFER = 128 << 10
         super().__init__(*args)
         self.records = _Records()
         logging.getLogger("robustrl.reconnect").addHandler(self.records)
@@ -76,6 +80,16 @@ class Trainer(Logged):
         for tensor in tensors.values():
             tensor.zero_()  # the next optimizer step
         return str(done.digest)
+
+    async def serve_slowly(self, pause_s: float) -> None:
+        """From now on the trainer rests after each bucket: receivers cannot have read ahead when it dies."""
+        given = base.Conversation.gave
+
+        def gave(talk: base.Conversation, count: int) -> None:
+            given(talk, count)
+            time.sleep(pause_s)
+
+        base.Conversation.gave = gave  # type: ignore[method-assign]
 
 
 class Engine:
@@ -190,8 +204,8 @@ class Worker(Logged):
         prefix = self.engine.prefix(prompt, held.digest)
         answer: list[Token] = []
         for index in itertools.count():
-            while (held := self.weights.applied) is None:
-                await asyncio.sleep(0.005)  # the request waits in the engine while weights are loaded
+            while (held := self.weights.applied) is None:  # noqa: ASYNC110  (the engine's scheduler looks again)
+                await asyncio.sleep(0.005)
             answer.append(Token(token(prompt, held.digest, index), str(held.version), held.digest, prefix))
             self.made += 1
             if len(answer) == tokens:

@@ -29,6 +29,10 @@ def ucx_installed() -> bool:
     return importlib.util.find_spec("ucxx") is not None
 
 
+def nixl_installed() -> bool:
+    return any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
+
+
 def make(config: ReconnectConfig, identity: Identity, secret: Secret, host: str) -> dict[str, Transport]:
     """The transports that a member serves and pulls over, in the order of preference.
 
@@ -47,15 +51,23 @@ def make(config: ReconnectConfig, identity: Identity, secret: Secret, host: str)
                 if ucx_installed():
                     from robustrl.reconnect.transports.ucx import UcxTransport
 
-                    made[name] = UcxTransport(identity, secret, host=host, timeout_s=config.timeout_s)
+                    made[name] = UcxTransport(
+                        identity, secret, host=host, timeout_s=config.timeout_s, credits=config.credits
+                    )
                 elif config.transport == "ucx":
                     raise MissingDependencyError(
                         "the transport ucx needs ucxx", do="Install robustrl[ucx], or set reconnect.transport to tcp."
                     )
-            case _:
-                raise MissingDependencyError(
-                    f"the transport {name} is not available",
-                    do="Set reconnect.transport to auto, ucx, shm or tcp.",
+            case "nixl":
+                if not nixl_installed():
+                    raise MissingDependencyError(
+                        "the transport nixl needs NIXL",
+                        do="Install robustrl[nixl], or set reconnect.transport to auto.",
+                    )
+                from robustrl.reconnect.transports.nixl import NixlTransport
+
+                made[name] = NixlTransport(
+                    identity, secret, host=host, timeout_s=config.timeout_s, credits=config.credits
                 )
     return made
 

@@ -34,9 +34,25 @@ from robustrl.reconnect.transports.tcp import TcpTransport, read_pairs
 from robustrl.roles import Identity
 from robustrl.wire import Address, Secret, frames
 
-CREDITS: Final = 4
-"""Ranges under way from one source to one puller."""
 TOKEN_BYTES: Final = 16
+MAX_CREDITS: Final = 64
+"""Ranges under way to one puller, whatever it asks for."""
+
+
+def set_environment(host: str) -> None:
+    """Says to UCX, which reads it once, what the module's text says. What the user has set stays."""
+    defaults = {
+        "UCX_TLS": "tcp,self,rc,cuda_copy",
+        "UCX_RNDV_SCHEME": "put_zcopy",
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+        "UCX_LOG_FILE": "stderr",
+        "UCX_LOG_LEVEL": "fatal",
+    }
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            defaults["UCX_NET_DEVICES"] = "lo"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
 class _Engine:
@@ -46,18 +62,7 @@ class _Engine:
     _users = 0
 
     def __init__(self, host: str) -> None:
-        defaults = {
-            "UCX_TLS": "tcp,self,rc,cuda_copy",
-            "UCX_RNDV_SCHEME": "put_zcopy",
-            "UCX_WARN_UNUSED_ENV_VARS": "n",
-            "UCX_LOG_FILE": "stderr",
-            "UCX_LOG_LEVEL": "fatal",
-        }
-        with contextlib.suppress(ValueError):
-            if ipaddress.ip_address(host).is_loopback:
-                defaults["UCX_NET_DEVICES"] = "lo"
-        for name, value in defaults.items():
-            os.environ.setdefault(name, value)
+        set_environment(host)
         try:
             import ucxx  # noqa: F401  (loads the libraries and sets defaults)
             from ucxx._lib import arr, libucxx
@@ -143,8 +148,9 @@ class _Engine:
                 time.sleep(0.001)
             if not request.completed:
                 self.stuck.append((request, view))
+        clean = all(request.completed for request, _ in pending)
         self.stuck = [entry for entry in self.stuck if not entry[0].completed]
-        return not any(entry in self.stuck for entry in pending)
+        return clean
 
 
 class _Conversation(Conversation):
@@ -208,7 +214,7 @@ class _Conversation(Conversation):
         [(start, length)] = check_ranges(read_pairs([message["put"]]), content.size, content.present)
         if self._endpoint is None or type(tag) is not int or not 0 <= tag < 1 << 64:
             raise ProtocolError("a puller asked for bytes without a connection or a tag")
-        while self._pending and (self._pending[0][0].completed or len(self._pending) >= 2 * CREDITS):
+        while self._pending and (self._pending[0][0].completed or len(self._pending) >= MAX_CREDITS):
             await self._reap()
         view = content.buffer.view[start : start + length]
         self._pending.append((self.transport.engine.send(self._endpoint, view, tag), view))
@@ -231,8 +237,9 @@ class _Conversation(Conversation):
 
 
 class _Session(SocketSession):
-    def __init__(self, stream: SocketStream, endpoint: str, engine: _Engine) -> None:
+    def __init__(self, stream: SocketStream, endpoint: str, engine: _Engine, credits: int) -> None:
         super().__init__(stream, endpoint)
+        self._credits = credits
         self._engine = engine
         self._endpoint: Any = None
         self._pending: deque[tuple[Any, memoryview]] = deque()
@@ -251,7 +258,7 @@ class _Session(SocketSession):
         waiting: deque[Range] = deque()
         left = deque(ranges)
         while waiting or left:
-            while left and len(waiting) < CREDITS:
+            while left and len(waiting) < self._credits:
                 wanted = left.popleft()
                 await self._ask(wanted, into)
                 waiting.append(wanted)
@@ -283,8 +290,9 @@ class UcxTransport(TcpTransport):
     name = "ucx"
     conversation = _Conversation
 
-    def __init__(self, identity: Identity, secret: Secret, *, host: str, timeout_s: float) -> None:
+    def __init__(self, identity: Identity, secret: Secret, *, host: str, timeout_s: float, credits: int = 4) -> None:
         super().__init__(identity, secret, host=host, timeout_s=timeout_s)
+        self.credits = credits
         self._engine: _Engine | None = None
 
     @property
@@ -295,7 +303,7 @@ class UcxTransport(TcpTransport):
 
     async def connect(self, endpoint: str) -> Session:
         engine = self.engine
-        session = _Session(await self.meet(endpoint), endpoint, engine)
+        session = _Session(await self.meet(endpoint), endpoint, engine, self.credits)
         try:
             async with asyncio.timeout(self.timeout_s):
                 await session.connect(Address.parse(endpoint).host)

@@ -1,0 +1,154 @@
+"""One part of a version on its way to a puller: nobody else sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from robustrl.errors import ProtocolError
+from robustrl.reconnect.content import Content
+from robustrl.reconnect.manifest import Manifest, Piece, cover
+from robustrl.reconnect.memory import Buffer, Mapped, Pool
+from robustrl.reconnect.sharding import Layout, needed
+
+
+class Partial:
+    """What has been pulled of the content `digest`, and where to.
+
+    Args:
+        digest: of the content.
+        layout: what of it is needed; None for all.
+        pool: where its staging buffer comes from and goes back to.
+    """
+
+    def __init__(self, digest: str, layout: Layout | None, pool: Pool) -> None:
+        self.digest = digest
+        self.began = time.monotonic()
+        self.manifest: Manifest | None = None
+        self.missing: deque[Piece] = deque()
+        """In the order of the buffer."""
+        self.sources: list[str] = []
+        self.transports: list[str] = []
+        self.pulled = 0
+        self.staged = 0
+        """Bytes of memory that it took."""
+        self.finished: Content | None = None
+        """What came of it. A version of several parts may have to wait for the others."""
+        self._layout = layout
+        self._pool = pool
+        self._needed: list[Piece] = []
+        self._staging: Buffer | None = None
+        self._lent: Mapped | None = None
+        self._tainted = False
+
+    def progress(self) -> str:
+        if self.manifest is None:
+            return "before the manifest"
+        return f"after {len(self._needed) - len(self.missing)} of {len(self._needed)} chunks"
+
+    @property
+    def needed(self) -> list[Piece]:
+        return self._needed
+
+    @property
+    def done(self) -> bool:
+        return self.manifest is not None and not self.missing and (self._staging or self._lent) is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all chunks of the content are needed here, not only some."""
+        return self.manifest is not None and len(self._needed) == len(self.manifest.pieces())
+
+    def describe(self, encoded: bytes) -> Manifest:
+        """Reads the manifest that a source gave, if it is the one that the directory vouches for."""
+        if self.manifest is None:
+            manifest = Manifest.decode(encoded)
+            if manifest.digest() != self.digest:
+                raise ProtocolError(
+                    "the source gave another manifest than was announced",
+                    why=f"its digest is {manifest.digest()}, not {self.digest}",
+                )
+            self._needed = needed(manifest, self._layout)
+            self.missing.extend(self._needed)
+            self.manifest = manifest
+        return self.manifest
+
+    async def stage(self, others: list[Content]) -> memoryview:
+        """Memory to pull into; what other versions have of it is copied at once.
+
+        Raises StagingError when there is none.
+        """
+        if self._staging is None:
+            taking = asyncio.create_task(asyncio.to_thread(self._take, others))
+            try:
+                self._staging = await asyncio.shield(taking)
+            except asyncio.CancelledError:
+                await asyncio.wait([taking])  # nobody may write into a buffer that was given back
+                if not taking.cancelled() and taking.exception() is None:
+                    self._staging = taking.result()
+                raise
+            self.staged = self._staging.bytes
+        return self._staging.view
+
+    def _take(self, others: list[Content]) -> Buffer:
+        assert self.manifest is not None
+        spans = None if self.whole else tuple((span.start, span.length) for span in cover(self._needed))
+        buffer = self._pool.take(self.manifest.size, spans)
+        known: dict[bytes, tuple[Content, Piece]] = {}
+        for content in others:
+            present = content.manifest.pieces() if content.pieces is None else content.pieces
+            known.update((piece.digest, (content, piece)) for piece in present)
+        missing: list[Piece] = []
+        for piece in self._needed:
+            found = known.get(piece.digest)
+            if found is None or found[1].length != piece.length:
+                missing.append(piece)
+                continue
+            there = found[0].buffer.view[found[1].start : found[1].start + piece.length]
+            buffer.view[piece.start : piece.start + piece.length] = there
+        self.missing = deque(missing)
+        return buffer
+
+    def taint(self) -> None:
+        """Something may write into the staging memory later on: it must not be used for another content."""
+        self._tainted = True
+
+    def borrow(self, lent: Mapped) -> None:
+        """All of it was verified where it lies in a peer's memory; nothing is missing."""
+        self.drop()
+        self.staged = 0
+        self._lent = lent
+        self.missing.clear()
+
+    def finish(self) -> Content:
+        """What was pulled, once nothing is missing. The memory is the content's from now on."""
+        assert self.manifest is not None
+        pieces = None if self.whole else self._needed
+        if self._lent is not None:
+            lent, self._lent = self._lent, None
+            self.finished = Content(self.manifest, lent, lent.close, pieces)
+        else:
+            assert self._staging is not None
+            buffer, self._staging = self._staging, None
+            pool, again = self._pool, not self._tainted
+            self.finished = Content(self.manifest, buffer, lambda: pool.give(buffer, again=again), pieces)
+        return self.finished
+
+    def drop(self) -> None:
+        """Gives the memory back."""
+        if self._staging is not None:
+            self._pool.give(self._staging, again=not self._tainted)
+            self._staging = None
+        if self._lent is not None:
+            self._lent.close()
+            self._lent = None
+
+
+def all_sources(partials: Iterable[Partial]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(source for partial in partials for source in partial.sources))
+
+
+def all_transports(partials: Iterable[Partial]) -> str:
+    return "+".join(dict.fromkeys(name for partial in partials for name in partial.transports))
