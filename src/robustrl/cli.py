@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -111,6 +112,8 @@ def report(
 
 def main() -> None:
     """The entry point: wrong input ends with one message and exit code 2, a failed job with 1."""
+    # A scheduler's request to stop unwinds like Ctrl-C: the job is ended in order, and nothing is left.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         app()
     except (ConfigError, MissingDependencyError) as error:

@@ -102,11 +102,18 @@ def test_restarting_the_whole_job_at_each_fault_finishes_too_and_loses_more_time
     assert whole.ettr_strict < role.ettr_strict
 
 
-def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
+def _heed_interrupts() -> None:
+    # Whoever runs the tests in the background of a shell has SIGINT ignored, and so would all that they start.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, how: signal.Signals) -> None:
     demo = subprocess.Popen(
         [sys.executable, "-m", "robustrl.cli", "demo", "--no-faults", "--report", str(tmp_path)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=_heed_interrupts,
     )
     try:
         deadline = time.monotonic() + 60
@@ -114,7 +121,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
             assert demo.poll() is None
             assert time.monotonic() < deadline, "the job never made a step"
             time.sleep(0.05)
-        demo.send_signal(signal.SIGINT)
+        demo.send_signal(how)
         assert demo.wait(30) != 0
     finally:
         if demo.poll() is None:
