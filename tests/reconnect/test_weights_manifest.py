@@ -34,6 +34,26 @@ def test_equal_weights_have_an_equal_digest_however_they_lie_in_memory() -> None
     assert weights_digest({"x": tied, "y": changed}, 1024) != digest
 
 
+@pytest.mark.parametrize("elements", [5, 3 << 20])
+def test_large_and_small_tensors_arrive_as_they_are_seen_not_as_they_lie(elements: int) -> None:
+    flat = torch.randn(elements)
+    tensors = {
+        "plain": flat,
+        "odd": flat[1:],
+        "every other": flat[::2],
+        "conjugate": torch.complex(flat, flat + 1).conj(),
+        "turned": flat[: elements // 3 * 3].view(3, -1).t(),
+        "row": flat.expand(1, elements),
+    }
+    for chunk in (1 << 20, 1_000_003):  # which no size of an element divides
+        content = freeze(tensors, chunk)
+        target = {name: torch.zeros_like(tensor).resolve_conj() for name, tensor in tensors.items()}
+        target["plain"] = torch.zeros(2, elements)[1]
+        target["odd"] = torch.zeros(elements - 1, 2)[:, 0]
+        assert load(content, target) == content.digest
+        assert all(torch.equal(target[name], tensor) for name, tensor in tensors.items())
+
+
 def test_tied_tensors_are_kept_once() -> None:
     tied = torch.randn(1 << 12)
     assert freeze({"x": tied, "y": tied}, 1024).size == freeze({"x": tied}, 1024).size

@@ -173,8 +173,7 @@ def _lay_out(tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -
 def _copying(buffer: Buffer, spec: TensorSpec, tensor: torch.Tensor, chunk_bytes: int) -> Iterator[Callable[[], bytes]]:
     """The pieces of work that copy one tensor; each returns the digests of its chunks."""
     target = tensor_in(buffer, spec)
-    item = ITEM_BYTES[spec.dtype]
-    if spec.nbytes <= SLAB_BYTES or not tensor.is_contiguous() or tensor.device.type != "cpu" or chunk_bytes % item:
+    if spec.nbytes <= SLAB_BYTES or not _plain(tensor):
 
         def all_of_it() -> bytes:
             target.copy_(tensor)
@@ -182,20 +181,29 @@ def _copying(buffer: Buffer, spec: TensorSpec, tensor: torch.Tensor, chunk_bytes
 
         yield all_of_it
         return
-    source, target = tensor.reshape(-1), target.reshape(-1)
-    many = chunk_bytes // item
 
     def some(first: int, last: int) -> bytes:
         digests = bytearray()
-        for at in range(first, last, many):  # digested while the processor still has it at hand
-            target[at : at + many].copy_(source[at : at + many])
-            start = spec.offset + at * item
-            digests += chunk_digest(buffer.view[start : min(start + chunk_bytes, spec.offset + spec.nbytes)])
+        for at in range(first, last, chunk_bytes):  # digested while the processor still has it at hand
+            length = min(chunk_bytes, last - at)
+            _move(target, tensor, at, length)
+            digests += chunk_digest(buffer.view[spec.offset + at : spec.offset + at + length])
         return bytes(digests)
 
-    step = max(1, SLAB_BYTES // chunk_bytes) * many
-    for first in range(0, len(source), step):
-        yield functools.partial(some, first, min(first + step, len(source)))
+    step = max(1, SLAB_BYTES // chunk_bytes) * chunk_bytes
+    for first in range(0, spec.nbytes, step):
+        yield functools.partial(some, first, min(first + step, spec.nbytes))
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes lie in our memory one after another and mean what they say."""
+    return tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _move(target: torch.Tensor, source: torch.Tensor, start: int, length: int) -> None:
+    """Copies some bytes of one contiguous tensor to the same place of another: one thread, without the interpreter's
+    lock. (torch's own copy would start threads of its own in each of ours.)"""
+    ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, length)
 
 
 def _spread(jobs: Sequence[Callable[[], T]], size: int) -> list[T]:
@@ -281,8 +289,10 @@ def _loading(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[Callable[[], 
     if ours.nbytes <= SLAB_BYTES or rows == 1 or ours.device.type != "cpu":
         yield lambda: ours.copy_(theirs)
         return
-    if ours.is_contiguous() and theirs.is_contiguous():
-        ours, theirs = ours.reshape(-1), theirs.reshape(-1)
+    if _plain(ours) and theirs.is_contiguous():
+        for at in range(0, ours.nbytes, SLAB_BYTES):
+            yield functools.partial(_move, ours, theirs, at, min(SLAB_BYTES, ours.nbytes - at))
+        return
     step = max(1, SLAB_BYTES * len(ours) // ours.nbytes)
     for row in range(0, len(ours), step):
         yield functools.partial(ours[row : row + step].copy_, theirs[row : row + step])

@@ -367,7 +367,7 @@ class WeightSubscriber:
 
     async def _check_lent(self, assignment: Assignment, partial: Partial, lent: Mapped, transport: str) -> None:
         """Verifies all that is needed where it lies in the source's memory."""
-        groups = plan_ranges(partial.needed, RANGE_BYTES)
+        groups = plan_ranges(partial.needed, 4 * RANGE_BYTES)
         before = partial.missing.copy()
         try:
             partial.missing = deque(partial.needed)

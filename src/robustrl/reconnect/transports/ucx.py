@@ -1,8 +1,8 @@
 """UCX through ucxx, the only module that imports it.
 
-A TCP connection carries the handshake and the requests; UCX carries the bytes. For each puller that has proved the
-secret the holder opens a UCX listener, takes one connection that shows a one-time token, and closes the listener
-again: ucxx's listeners take connections on every interface and know no secret, so none is left open.
+A TCP connection carries the handshake and the requests; UCX carries the bytes. ucxx's listeners take connections on
+every interface and know no secret, so the holder opens one only when a puller that has proved the secret wants to
+connect, takes only connections that show a one-time token, and closes it when nobody is on the way any more.
 
 What was learned about ucxx, and holds here:
 
@@ -10,6 +10,7 @@ What was learned about ucxx, and holds here:
   Python futures need a second thread that hangs at exit, and their exceptions pin buffers.
 * Cancelling a receive does not stop the sender's writes; closing the endpoint does. So an endpoint is closed before a
   buffer is given back, and a buffer whose request does not even end then is kept for good (`_Engine.stuck`).
+* A listener that is destroyed while a connection arrives takes the process with it.
 * A stopped peer is never noticed by UCX: all waits have limits.
 * The environment is read when ucxx is imported. Error handling is what makes a peer's death an error, and shared
   memory transports do not have it: tcp, and rc and cuda where they are.
@@ -24,12 +25,12 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final
 
 from robustrl.errors import MissingDependencyError, PeerGoneError, ProtocolError, TransportError
 from robustrl.reconnect.manifest import Range, check_ranges
-from robustrl.reconnect.transports.base import Conversation, Session, SocketSession, SocketStream
+from robustrl.reconnect.transports.base import IDLE_FACTOR, Conversation, Session, SocketSession, SocketStream
 from robustrl.reconnect.transports.tcp import TcpTransport, read_pairs
 from robustrl.roles import Identity
 from robustrl.wire import Address, Secret, frames
@@ -153,6 +154,76 @@ class _Engine:
         return clean
 
 
+class _Door:
+    """The UCX listener of a holder: open while pullers are on their way to it, and for some time after.
+
+    It is not closed at once, because UCX destroys a listener under the hands of a connection that arrives at that
+    moment, and the process with it: it closes when nobody can be on the way any more.
+    """
+
+    def __init__(self, engine: _Engine, timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._listener: Any = None
+        self._expected: dict[bytes, asyncio.Future[Any]] = {}
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.TimerHandle | None = None
+
+    async def admit(self, say: Callable[[dict[str, Any]], Awaitable[None]]) -> Any:
+        """Tells a puller where to connect and what to show, and returns its endpoint. The caller sets the limit."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        arrival = self._expected[token] = self._loop.create_future()
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+        try:
+            if self._listener is None:
+                self._listener = self._engine.listen(self._arrived)
+            await say({"port": self._listener.port, "token": token})
+            return await arrival
+        finally:
+            del self._expected[token]
+            if not self._expected:
+                self._closing = self._loop.call_later(IDLE_FACTOR * self._timeout_s, self._shut)
+
+    def _arrived(self, endpoint: Any) -> None:
+        """Called in ucxx's thread."""
+        self._loop.call_soon_threadsafe(self._begin, endpoint)
+
+    def _begin(self, endpoint: Any) -> None:
+        task = self._loop.create_task(self._greet(endpoint))
+        self._greetings.add(task)
+        task.add_done_callback(self._greetings.discard)
+
+    async def _greet(self, endpoint: Any) -> None:
+        shown = bytearray(TOKEN_BYTES)
+        welcome = False
+        try:
+            await asyncio.wait_for(self._engine.finish(self._engine.receive_token(endpoint, shown)), self._timeout_s)
+            arrival = self._expected.get(bytes(shown))
+            if arrival is not None and not arrival.done():
+                arrival.set_result(endpoint)
+                welcome = True
+        except (PeerGoneError, TimeoutError):
+            pass
+        finally:
+            if not welcome:
+                self._engine.end(endpoint, [])
+
+    def _shut(self) -> None:
+        self._listener = None
+        self._closing = None
+
+    async def close(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+        self._shut()
+        for task in self._greetings:
+            task.cancel()
+        await asyncio.gather(*self._greetings, return_exceptions=True)
+
+
 class _Conversation(Conversation):
     transport: UcxTransport
 
@@ -175,39 +246,7 @@ class _Conversation(Conversation):
     async def _connect(self) -> None:
         if self._endpoint is not None:
             raise ProtocolError("a puller connected twice")
-        engine = self.transport.engine
-        loop = asyncio.get_running_loop()
-        arrivals: asyncio.Queue[Any] = asyncio.Queue()
-
-        def arrived(endpoint: Any) -> None:
-            loop.call_soon_threadsafe(arrivals.put_nowait, endpoint)
-
-        token = secrets.token_bytes(TOKEN_BYTES)
-        listener = engine.listen(arrived)
-        strangers: list[Any] = []
-        try:
-            await self.stream.send({"port": listener.port, "token": token})
-            while self._endpoint is None:
-                endpoint = await arrivals.get()
-                shown = bytearray(TOKEN_BYTES)
-                try:
-                    # A stranger gets a quarter of our peer's time, not all of it.
-                    await asyncio.wait_for(
-                        engine.finish(engine.receive_token(endpoint, shown)), self.transport.timeout_s / 4
-                    )
-                except (PeerGoneError, TimeoutError):
-                    strangers.append(endpoint)
-                    continue
-                if secrets.compare_digest(shown, token):
-                    self._endpoint = endpoint
-                else:
-                    strangers.append(endpoint)
-        finally:
-            del listener
-            while not arrivals.empty():
-                strangers.append(arrivals.get_nowait())
-            for stranger in strangers:
-                engine.end(stranger, [])
+        self._endpoint = await self.transport.door.admit(self.stream.send)
 
     async def _put(self, message: dict[str, Any]) -> None:
         content, tag = self.need_content(), message.get("tag")
@@ -294,6 +333,13 @@ class UcxTransport(TcpTransport):
         super().__init__(identity, secret, host=host, timeout_s=timeout_s)
         self.credits = credits
         self._engine: _Engine | None = None
+        self._door: _Door | None = None
+
+    @property
+    def door(self) -> _Door:
+        if self._door is None:
+            self._door = _Door(self.engine, self.timeout_s)
+        return self._door
 
     @property
     def engine(self) -> _Engine:
@@ -317,6 +363,9 @@ class UcxTransport(TcpTransport):
 
     async def close(self) -> None:
         await super().close()
+        if self._door is not None:
+            await self._door.close()
+            self._door = None
         if self._engine is not None:
             self._engine = None
             _Engine.release()
