@@ -257,7 +257,18 @@ def test_committing_is_idempotent_and_monotone(bench: Bench) -> None:
     for step in (2, 1, 2):
         bench.ledger.commit(TRAINER, step)
     assert bench.ledger.committed == 2
-    assert len(bench.said(events.BatchCommitted)) == 2
+    # The newest is said again when it is committed again: its first saying may have died with a killed ledger.
+    assert {(said.step, said.trajectories) for said in bench.said(events.BatchCommitted)} == {
+        (step, bench.ledger.groups_per_batch * bench.ledger.samples_per_prompt) for step in (1, 2)
+    }
+
+
+def test_a_commit_whose_saying_died_with_its_ledger_is_said_by_the_next(bench: Bench) -> None:
+    bench.run_step(1)
+    bench.reopen()
+    before = len(bench.said(events.BatchCommitted))
+    bench.ledger.rewind(TRAINER, 1)
+    assert [said.step for said in bench.said(events.BatchCommitted)[before:]] == [1]
 
 
 def test_the_run_ends_only_when_all_groups_are_finished(tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ def test_a_step_that_a_finished_job_never_committed_is_lost() -> None:
     assert exactly_once(story.ends(3.0).events, 2, 2) == (4, 0)
 
 
+def test_a_commit_that_was_never_said_is_shown_by_the_next_one() -> None:
+    story = Story().batch(1, 1.0, batch(1), committed=False).batch(2, 2.0, batch(2)).ends(3.0)
+    assert exactly_once(story.events, 2, 2) == (0, 0)
+
+
 def test_rewards_are_means_over_the_ends_of_the_run_and_what_was_redone_counts_once() -> None:
     story = Story()
     for step, reward in enumerate((0.0, 0.1, 0.2, 0.5, 0.8, 0.9), start=1):

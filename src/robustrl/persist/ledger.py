@@ -778,6 +778,9 @@ class Ledger:
             self._events.append(events.BatchCommitted(step=one, trajectories=len(self._consumed[one])))
         if step > self.committed:
             self._set_committed(step)
+        elif step == self.committed > 0:
+            # Said again: a ledger that was killed after it had stored the commit may not have said it.
+            self._events.append(events.BatchCommitted(step=step, trajectories=len(self._consumed.get(step, ()))))
 
     def _set_committed(self, step: int) -> None:
         self.committed = step

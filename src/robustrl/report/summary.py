@@ -15,6 +15,7 @@ from robustrl.events import (
     FaultInjected,
     JobEnded,
     JobStarted,
+    Restored,
     StepDone,
     of_kind,
 )
@@ -131,10 +132,13 @@ def exactly_once(events: Sequence[Event], prompts_per_step: int, samples_per_pro
     trainer that took them. Lost: expected ids that no committed step consumed, up to the last committed step, or, in a
     job that finished, up to its last step. Duplicated: each consumption of an id after its first.
     """
-    committed = {event.step for event in of_kind(events, BatchCommitted)}
-    batches = {event.step: event.trajectories for event in of_kind(events, BatchConsumed) if event.step in committed}
+    # Steps are committed in order: what a later commit or a restored point stands on is committed too, even if the
+    # ledger was killed between storing a commit and saying so.
+    last = max(
+        [*(e.step for e in of_kind(events, BatchCommitted)), *(e.step for e in of_kind(events, Restored))], default=0
+    )
+    batches = {event.step: event.trajectories for event in of_kind(events, BatchConsumed) if event.step <= last}
     used = Counter(trajectory for batch in batches.values() for trajectory in batch)
-    last = max(committed, default=0)
     if any(event.outcome == "finished" for event in of_kind(events, JobEnded)):
         last = max(last, *(event.step for event in of_kind(events, StepDone)), 0)
     prompts = range(last * prompts_per_step)
