@@ -166,15 +166,14 @@ def _warm_up(settings: Any, weights: Path, console: Console) -> None:
     """Makes the model that post-training starts from, unless it is kept from an earlier run."""
     warmup = importlib.import_module("tiny_grpo.warmup")
     begun = time.monotonic()
-    with console.status("supervised warm-up of the model (first run only)") if console.is_terminal else _quiet():
+    with (
+        console.status("supervised warm-up of the model (first run only)")
+        if console.is_terminal
+        else contextlib.nullcontext()
+    ):
         made = warmup.ensure(weights, settings)
     if made:
         console.print(f"warm-up of the model took {time.monotonic() - begun:.1f} s; it is kept in {weights}")
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
-    yield
 
 
 def _forget_old_runs(folder: Path, keep: int) -> None:

@@ -23,8 +23,6 @@ HYBRID: Final = "hybrid"
 STANDBY: Final = "standby"
 SUPERVISOR: Final = "supervisor"
 
-KNOWN_ROLES: Final = (TRAINER, ROLLOUT, MANAGER, HYBRID, STANDBY, SUPERVISOR)
-
 _ROLE = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _MEMBER = re.compile(r"(?P<role>[a-z][a-z0-9_-]{0,31})(?:/(?P<index>\d{1,6}))?")
 _IDENTITY = re.compile(r"(?P<member>[^#]+)#(?P<incarnation>\d{1,9})")

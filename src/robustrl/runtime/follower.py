@@ -92,9 +92,7 @@ class WeightFollower:
             self._task = None
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self.pause()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.subscriber.close(), 5.0)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from robustrl.persist import Ledger, LedgerService, Store
 from robustrl.restart.membership import LIVING
-from robustrl.roles import MANAGER, Identity, Member, Phase
+from robustrl.roles import MANAGER, Member, Phase
 from robustrl.runtime.guard import FAREWELL_SECONDS, Guard
 from robustrl.runtime.ledger_link import LEDGER
 from robustrl.wire import RpcServer, bind
@@ -78,9 +78,6 @@ class ManagerGuard(Guard):
 
     async def _last_words(self, server: RpcServer) -> None:
         for _ in range(int(FAREWELL_SECONDS / 0.05)):
-            if not any(self._is_other(identity) for identity in server.connected()):
+            if not server.connected() - {self.identity}:
                 return
             await self.link.stopped(0.05)
-
-    def _is_other(self, identity: Identity) -> bool:
-        return identity != self.identity

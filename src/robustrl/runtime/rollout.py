@@ -110,10 +110,10 @@ class RolloutGuard(Guard):
                 self._loop.run(self._first_weights(), FIRST_WEIGHTS_S + 5.0)
         while True:
             self.check()
-            grant = self._loop.run(self._next_grant(0.0))
+            grant = self._loop.run(self._lease_now())
             if grant is None:
                 with self.phase(Phase.WAIT):
-                    grant = self._loop.run(self._next_grant(None))
+                    grant = self._loop.run(self._lease_later())
             if grant is None:
                 self.check()
                 return
@@ -134,13 +134,13 @@ class RolloutGuard(Guard):
                     phase=Phase.SYNC,
                     why="nobody published",
                 )
+            self._weights_from.newer.clear()
             await self._changed(1.0)
 
     async def _changed(self, timeout: float) -> None:
         """Returns when there is a newer version, or the word to stop, or after `timeout` seconds."""
         waits = [asyncio.create_task(self._stop.wait())]
         if self._weights is not None:
-            self._weights_from.newer.clear()
             waits.append(asyncio.create_task(self._weights_from.newer.wait()))
         try:
             await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -148,35 +148,36 @@ class RolloutGuard(Guard):
             for wait in waits:
                 wait.cancel()
 
-    async def _next_grant(self, patience_s: float | None) -> LeaseGrant | None:
-        """A lease; None when there is none within `patience_s` (None: no limit but the job's end), or no more."""
+    async def _lease_now(self) -> LeaseGrant | None:
+        """A lease, if there is one to have now."""
+        if self.link.stopping:
+            return None
+        if not self._serving:
+            self._use_newest()
+            self._serving = True
+            await self.link.say("serving")
+        answer = await self._ledger.lease(self._held_steps(), wait_s=0.0)
+        return answer if isinstance(answer, LeaseGrant) else None
+
+    async def _lease_later(self) -> LeaseGrant | None:
+        """The next lease; None when the run needs no more answers or the job ends."""
         while not self.link.stopping:
-            if not self._serving:
-                self._use_newest()
-                self._serving = True
-                await self.link.say("serving")
-            wait_s = LEASE_WAIT_S if patience_s is None else patience_s
-            ask = asyncio.create_task(self._ledger.lease(self._held_steps(), wait_s=wait_s))
+            if self._weights is not None:
+                self._weights_from.newer.clear()  # before the steps are read: what comes after wakes us
+            ask = asyncio.create_task(self._ledger.lease(self._held_steps(), wait_s=LEASE_WAIT_S))
             changed = asyncio.create_task(self._changed(LEASE_WAIT_S + 1.0))
             await asyncio.wait({ask, changed}, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
-            if not ask.done() and patience_s is None:
+            if not ask.done():
                 ask.cancel()  # newer weights open newer batches: ask again; a grant on its way is kept for that
-                with contextlib.suppress(asyncio.CancelledError):
-                    await ask
-                    return self._granted(ask.result())
+                await asyncio.gather(ask, return_exceptions=True)
                 continue
-            answer = await ask
+            answer = ask.result()
             if answer is END:
                 return None
-            grant = self._granted(answer)
-            if grant is not None or patience_s is not None:
-                return grant
+            if isinstance(answer, LeaseGrant):
+                return answer
         return None
-
-    @staticmethod
-    def _granted(answer: object) -> LeaseGrant | None:
-        return answer if isinstance(answer, LeaseGrant) else None
 
     def _held_steps(self) -> list[int]:
         return self._weights_from.steps() if self._weights is not None else [1 << 40]
