@@ -9,10 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from robustrl.errors import FencedError, WeightError
 from robustrl.reconnect import Directory, Offer
+from robustrl.reconnect.directory import MAX_DEPTH
 from robustrl.roles import Identity, Member, Version
 
-TRAINER, FIRST, SECOND, THIRD = (
-    Identity.parse(text) for text in ("trainer/0#1", "rollout/0#1", "rollout/1#1", "r/2#1")
+TRAINER, FIRST, SECOND, THIRD, FOURTH = (
+    Identity.parse(text) for text in ("trainer/0#1", "rollout/0#1", "rollout/1#1", "r/2#1", "r/3#1")
 )
 NEW = Offer(Version(1, 1), "d1")
 NEXT = Offer(Version(1, 2), "d2")
@@ -53,7 +54,7 @@ def test_a_source_has_only_so_many_pullers_until_they_release_it_or_are_not_hear
 
 
 def test_a_source_that_failed_is_avoided_by_the_one_and_the_last_choice_of_the_others() -> None:
-    directory = Directory(avoid_s=10)
+    directory = Directory(pullers_per_source=2, avoid_s=10)
     publish(directory, NEW)
     relay(directory, FIRST, NEW)
     directory.release(SECOND, FIRST, 0.0, failed=True)
@@ -65,6 +66,80 @@ def test_a_source_that_failed_is_avoided_by_the_one_and_the_last_choice_of_the_o
     assert directory.assign(SECOND, NEW.version, 2.0) is None
     assert directory.assign(THIRD, NEW.version, 2.0)
     assert directory.assign(SECOND, NEW.version, 10.5)
+
+
+def arriving(directory: Directory, who: Identity, offer: Offer = NEW) -> None:
+    directory.relay(who, {"tcp": f"{who} early"}, offer.version, offer.digest)
+
+
+def test_pullers_form_a_chain_while_the_version_is_on_its_way() -> None:
+    directory = Directory()
+    publish(directory, NEW)
+    sources = []
+    for puller in (FIRST, SECOND, THIRD):
+        found = directory.assign(puller, NEW.version, 0.0)
+        assert found is not None
+        sources.append((found.source, found.depth))
+        assert directory.assign(FOURTH, NEW.version, 0.0) is None  # it has not got anything to give on yet
+        arriving(directory, puller)
+    assert sources == [(TRAINER, 0), (FIRST, 1), (SECOND, 2)]
+    relay(directory, FIRST, NEW)  # it has all of it now, and one puller
+    directory.release(FIRST, TRAINER, 1.0)
+    found = directory.assign(FOURTH, NEW.version, 1.0)
+    assert found is not None
+    assert (found.source, found.depth) == (TRAINER, 0)
+
+
+def test_a_chain_never_bites_its_tail_and_does_not_grow_for_ever() -> None:
+    directory = Directory()
+    publish(directory, NEW)
+    chain = [Identity(Member("rollout", index), 1) for index in range(MAX_DEPTH + 2)]
+    for depth, who in enumerate(chain[:-1]):
+        assignment = directory.assign(who, NEW.version, 0.0)
+        assert assignment is not None
+        assert assignment.depth == depth
+        arriving(directory, who)
+    assert directory.assign(chain[-1], NEW.version, 0.0) is None
+    # The first loses the trainer: all the others live on what it gives them.
+    directory.release(chain[0], TRAINER, 1.0, failed=True)
+    assert directory.assign(chain[0], NEW.version, 1.0) is None
+
+
+def test_a_frozen_member_of_a_chain_holds_no_place_once_the_next_has_noticed() -> None:
+    directory = Directory()
+    publish(directory, NEW)
+    directory.assign(FIRST, NEW.version, 0.0)
+    arriving(directory, FIRST)
+    assert directory.assign(SECOND, NEW.version, 0.0)
+    directory.release(SECOND, FIRST, 1.0, failed=True)
+    found = directory.assign(SECOND, NEW.version, 1.0)
+    assert found is not None
+    assert found.source == TRAINER
+
+
+def test_a_relay_that_has_given_the_version_up_is_not_named_again() -> None:
+    directory = Directory()
+    publish(directory, NEW)
+    directory.assign(FIRST, NEW.version, 0.0)
+    arriving(directory, FIRST)
+    found = directory.assign(SECOND, NEW.version, 0.0)
+    assert found is not None
+    directory.release(SECOND, found.source, 0.0, gone=True)
+    assert directory.assign(SECOND, NEW.version, 0.0) is None
+    with pytest.raises(WeightError, match="another content"):
+        directory.relay(FIRST, {}, NEW.version, "other")
+
+
+def test_those_who_can_map_a_holders_memory_do_not_count_and_go_there_first() -> None:
+    directory = Directory()
+    directory.announce(TRAINER, {"tcp": "far"}, [NEW], origin=True, publish=NEW.version, host="here")
+    assert directory.assign(FIRST, NEW.version, 0.0, host="elsewhere")
+    for puller in (SECOND, THIRD):
+        found = directory.assign(puller, NEW.version, 0.0, host="here")
+        assert found is not None
+        assert found.source == TRAINER
+    assert directory.assign(FOURTH, NEW.version, 0.0, host="elsewhere") is None
+    assert directory.assign(FOURTH, NEW.version, 0.0) is None
 
 
 def test_a_version_has_one_content_for_ever() -> None:
@@ -120,7 +195,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.floors: dict[Member, int] = {}
         self.digests: dict[Version, str] = {}
         self.published: list[Version] = []
-        self.leases: dict[Identity, dict[Identity, float]] = {}
+        self.leases: dict[Identity, tuple[Identity, Version, float]] = {}
+        """By puller: its source, what it pulls, and until when."""
+        self.suspect: dict[Identity, float] = {}
+        self.early: set[tuple[Identity, Version]] = set()
 
     def fenced(self, who: Identity) -> bool:
         return who.incarnation < self.floors.get(who.member, 0)
@@ -159,8 +237,14 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert not self.fenced(who)
             self.seen(who)
 
-    @rule(index=st.integers(0, 5), incarnation=INCARNATIONS, attempt=INCARNATIONS, step=STEPS, failed=st.booleans())
-    def pull(self, index: int, incarnation: int, attempt: int, step: int, failed: bool) -> None:
+    @rule(
+        index=st.integers(0, 5),
+        incarnation=INCARNATIONS,
+        attempt=INCARNATIONS,
+        step=STEPS,
+        then=st.sampled_from(["pulls", "gives on", "fails"]),
+    )
+    def pull(self, index: int, incarnation: int, attempt: int, step: int, then: str) -> None:
         who, version = Identity(Member("rollout", index), incarnation), Version(attempt, step)
         try:
             found = self.directory.assign(who, version, self.now)
@@ -168,23 +252,39 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert self.fenced(who)
             return
         self.seen(who)
+        self.leases.pop(who, None)
         if found is None:
             return
-        assert found.source != who
-        assert found.source in self.directory.holders(version)
+        whole = found.source in self.directory.holders(version)
+        assert whole or (found.source, version) in self.early
+        assert whole == (found.depth == 0)
         assert found.digest == self.digests[version]
-        pullers = self.leases.setdefault(found.source, {})
-        pullers[who] = self.now + 5.0
-        alive = [each for each, until in pullers.items() if until > self.now and not self.fenced(each)]
-        assert len(alive) <= 2
-        if failed:
+        self.leases[who] = found.source, version, self.now + 5.0
+        behind = [
+            each
+            for each, (source, _, until) in self.leases.items()
+            if source == found.source and until > self.now and not self.fenced(each)
+        ]
+        assert len([each for each in behind if self.suspect.get(each, -1) <= self.now]) <= 2
+        at, hops = who, 0
+        while at not in self.directory.holders(version):  # whatever it gets comes from someone who has it
+            at, pulled, until = self.leases[at]
+            assert pulled == version
+            assert until > self.now
+            assert at != who
+            hops += 1
+        assert hops == found.depth + 1
+        if then == "gives on":
+            self.directory.relay(who, {"tcp": str(who)}, version, found.digest)
+            self.early.add((who, version))
+        elif then == "fails":
             self.directory.release(who, found.source, self.now, failed=True)
-            pullers.pop(who)
+            self.suspect[found.source] = self.now + 3.0
+            self.leases.pop(who)
             again = self.directory.assign(who, version, self.now)
             assert again is None or again.source != found.source
             if again is not None:
                 self.directory.release(who, again.source, self.now)
-                self.leases.get(again.source, {}).pop(who, None)
 
     @rule(role=st.sampled_from(["trainer", "rollout"]), index=st.integers(0, 3), incarnation=INCARNATIONS)
     def fence(self, role: str, index: int, incarnation: int) -> None:

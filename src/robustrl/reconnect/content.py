@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from robustrl.errors import CorruptChunkError, WeightError, WeightMismatchError
+from robustrl.reconnect.arrival import Arrival
 from robustrl.reconnect.cuda import Driver, find_driver
 from robustrl.reconnect.manifest import (
     ITEM_BYTES,
@@ -48,6 +49,7 @@ class Content:
         buffer: the bytes, ours or mapped from a peer.
         pieces: the chunks that are there, where not all are.
         release: called when nobody refers to the content any more; the buffer can then be used again.
+        arrival: how far the bytes have come, where they are still on their way.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class Content:
         buffer: Buffer | Mapped,
         release: Callable[[], None] | None = None,
         pieces: Sequence[Piece] | None = None,
+        arrival: Arrival | None = None,
     ) -> None:
         self.manifest = manifest
         self.buffer = buffer
+        self.arrival = arrival
         self.pieces = pieces
         self.present = None if pieces is None else cover(pieces)
         self.digest = manifest.digest()
@@ -69,6 +73,16 @@ class Content:
     @property
     def size(self) -> int:
         return self.buffer.size
+
+    @property
+    def arrived(self) -> bool:
+        """Whether all the bytes that will be there are."""
+        return self.arrival is None or self.arrival.upto >= self.size
+
+    async def until(self, upto: int) -> None:
+        """See `Arrival.until`."""
+        if self.arrival is not None:
+            await self.arrival.until(upto)
 
 
 def verify(piece: Piece, view: memoryview) -> None:

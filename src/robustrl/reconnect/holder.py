@@ -14,6 +14,7 @@ from robustrl.reconnect.content import Content
 from robustrl.reconnect.directory import Key, Offer
 from robustrl.reconnect.memory import MemoryReport, Pool
 from robustrl.reconnect.service import DirectoryClient
+from robustrl.reconnect.transports.shm import host_key
 from robustrl.roles import Identity, Version
 from robustrl.wire import Secret
 from robustrl.wire.address import LOOPBACK
@@ -46,6 +47,8 @@ class Holder:
         self.pool = Pool(config.staging_bytes, identity)
         self.endpoints: dict[str, str] = {}
         self.contents: dict[Key, Content] = {}
+        self.arriving: dict[str, Content] = {}
+        """By digest, what is still being pulled and is given on already."""
         self.parts: dict[Version, int] = {}
         self._announcing = asyncio.Lock()
 
@@ -66,11 +69,25 @@ class Holder:
 
     async def start(self) -> None:
         for name, transport in self.transports.items():
-            self.endpoints[name] = await transport.serve(self.find)
+            self.endpoints[name] = await transport.serve(self.offered)
 
     def find(self, digest: str) -> Content | None:
         """The content of this digest, if it is held."""
         return next((content for content in list(self.contents.values()) if content.digest == digest), None)
+
+    def offered(self, digest: str) -> Content | None:
+        """The content of this digest, if it is held or arriving."""
+        return self.find(digest) or self.arriving.get(digest)
+
+    @property
+    def host(self) -> str:
+        """What members share who can map each other's memory; empty where shared memory is not used."""
+        return host_key() if "shm" in self.transports else ""
+
+    @property
+    def relay_endpoints(self) -> dict[str, str]:
+        """Where a content can be had that is still arriving."""
+        return {name: place for name, place in self.endpoints.items() if self.transports[name].relays_early}
 
     def held(self) -> list[Version]:
         return sorted({version for version, _ in self.contents})
@@ -135,7 +152,7 @@ class Holder:
             )
             for (version, part), content in sorted(contents.items(), key=lambda entry: entry[0])
         ]
-        await self.directory.announce(self.endpoints, held, origin=self.origin, publish=publish)
+        await self.directory.announce(self.endpoints, held, origin=self.origin, publish=publish, host=self.host)
 
     async def close(self) -> None:
         """Says goodbye if the directory is there, and serves no more."""
@@ -146,5 +163,5 @@ class Holder:
             log.debug("%s: no goodbye: %s", self.identity, error)
         for transport in self.transports.values():
             await transport.close()
-        self.contents, self.parts = {}, {}
+        self.contents, self.parts, self.arriving = {}, {}, {}
         self.pool.clear()

@@ -1,4 +1,4 @@
-"""One part of a version on its way to a puller: nobody else sees it."""
+"""One part of a version on its way to a puller. Others are given what of it has been verified, and nobody loads it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from robustrl.errors import ProtocolError
+from robustrl.reconnect.arrival import Arrival
 from robustrl.reconnect.content import Content
 from robustrl.reconnect.manifest import Manifest, Piece, cover
 from robustrl.reconnect.memory import Buffer, Mapped, Pool
@@ -39,9 +40,8 @@ class Partial:
         self._layout = layout
         self._pool = pool
         self._needed: list[Piece] = []
-        self._staging: Buffer | None = None
-        self._lent: Mapped | None = None
-        self._tainted = False
+        self._content: Content | None = None
+        self._again = _Again()
 
     def progress(self) -> str:
         if self.manifest is None:
@@ -54,7 +54,7 @@ class Partial:
 
     @property
     def done(self) -> bool:
-        return self.manifest is not None and not self.missing and (self._staging or self._lent) is not None
+        return self._content is not None and not self.missing
 
     @property
     def whole(self) -> bool:
@@ -75,22 +75,41 @@ class Partial:
             self.manifest = manifest
         return self.manifest
 
-    async def stage(self, others: list[Content]) -> memoryview:
-        """Memory to pull into; what other versions have of it is copied at once.
+    async def stage(self, others: list[Content]) -> Content:
+        """What is pulled, with the memory to pull it into; what other versions have of it is copied at once.
 
-        Raises StagingError when there is none.
+        Raises StagingError when there is no memory.
         """
-        if self._staging is None:
+        if self._content is None:
             taking = asyncio.create_task(asyncio.to_thread(self._take, others))
             try:
-                self._staging = await asyncio.shield(taking)
+                buffer = await asyncio.shield(taking)
             except asyncio.CancelledError:
                 await asyncio.wait([taking])  # nobody may write into a buffer that was given back
                 if not taking.cancelled() and taking.exception() is None:
-                    self._staging = taking.result()
+                    self._use(taking.result())
                 raise
-            self.staged = self._staging.bytes
-        return self._staging.view
+            self._use(buffer)
+        assert self._content is not None
+        return self._content
+
+    def _use(self, buffer: Buffer) -> None:
+        assert self.manifest is not None
+        pool, again = self._pool, self._again
+        self._content = Content(
+            self.manifest,
+            buffer,
+            lambda: pool.give(buffer, again=again.yes),
+            None if self.whole else self._needed,
+            Arrival(),
+        )
+        self.staged = buffer.bytes
+        self.advanced()
+
+    def advanced(self) -> None:
+        """To be called when chunks were verified and are not missing any more: they are given on."""
+        if self._content is not None and self._content.arrival is not None:
+            self._content.arrival.advance(self.missing[0].start if self.missing else self._content.size)
 
     def _take(self, others: list[Content]) -> Buffer:
         assert self.manifest is not None
@@ -113,37 +132,33 @@ class Partial:
 
     def taint(self) -> None:
         """Something may write into the staging memory later on: it must not be used for another content."""
-        self._tainted = True
+        self._again.yes = False
 
     def borrow(self, lent: Mapped) -> None:
         """All of it was verified where it lies in a peer's memory; nothing is missing."""
+        assert self.manifest is not None
         self.drop()
         self.staged = 0
-        self._lent = lent
+        self._content = Content(self.manifest, lent, lent.close, None if self.whole else self._needed)
         self.missing.clear()
 
     def finish(self) -> Content:
-        """What was pulled, once nothing is missing. The memory is the content's from now on."""
-        assert self.manifest is not None
-        pieces = None if self.whole else self._needed
-        if self._lent is not None:
-            lent, self._lent = self._lent, None
-            self.finished = Content(self.manifest, lent, lent.close, pieces)
-        else:
-            assert self._staging is not None
-            buffer, self._staging = self._staging, None
-            pool, again = self._pool, not self._tainted
-            self.finished = Content(self.manifest, buffer, lambda: pool.give(buffer, again=again), pieces)
+        """What was pulled, once nothing is missing."""
+        assert self.done and self._content is not None
+        self.finished = self._content
         return self.finished
 
     def drop(self) -> None:
-        """Gives the memory back."""
-        if self._staging is not None:
-            self._pool.give(self._staging, again=not self._tainted)
-            self._staging = None
-        if self._lent is not None:
-            self._lent.close()
-            self._lent = None
+        """Pulls no more: those who were given what there is hear of it. The memory is free when nobody reads it."""
+        if self._content is not None and self._content.arrival is not None and not self._content.arrived:
+            self._content.arrival.give_up()
+        self._content = None
+
+
+class _Again:
+    """Whether a buffer may be used again."""
+
+    yes = True
 
 
 def all_sources(partials: Iterable[Partial]) -> tuple[str, ...]:

@@ -27,6 +27,15 @@ class _Announce(msgspec.Struct, forbid_unknown_fields=True):
     held: Annotated[list[Offer], msgspec.Meta(max_length=4096)]
     origin: bool
     publish: Version | None = None
+    host: Text = ""
+
+
+class _Relay(msgspec.Struct, forbid_unknown_fields=True):
+    endpoints: Annotated[dict[Text, Text], msgspec.Meta(max_length=16)]
+    version: Version
+    digest: Text
+    part: int = 0
+    layout: Text = ""
 
 
 class _Newest(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,6 +50,7 @@ class _Assign(msgspec.Struct, forbid_unknown_fields=True):
     wait_s: Wait = 0.0
     part: int = 0
     layout: Text = ""
+    host: Text = ""
 
 
 class _Relays(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,6 +67,7 @@ class _Renew(msgspec.Struct, forbid_unknown_fields=True):
 class _Release(msgspec.Struct, forbid_unknown_fields=True):
     source: Identity
     failed: bool = False
+    gone: bool = False
     why: Text = ""
     part: int = 0
 
@@ -112,7 +123,13 @@ class DirectoryService:
         match method.removeprefix(PREFIX):
             case "announce":
                 said = _read(params, _Announce)
-                self.directory.announce(caller, said.endpoints, said.held, origin=said.origin, publish=said.publish)
+                self.directory.announce(
+                    caller, said.endpoints, said.held, origin=said.origin, publish=said.publish, host=said.host
+                )
+                self._wake()
+            case "relay":
+                gives = _read(params, _Relay)
+                self.directory.relay(caller, gives.endpoints, gives.version, gives.digest, gives.part, gives.layout)
                 self._wake()
             case "newest":
                 asked = _read(params, _Newest)
@@ -122,7 +139,9 @@ class DirectoryService:
             case "assign":
                 wanted = _read(params, _Assign)
                 return await self._wait(
-                    lambda: self.directory.assign(caller, wanted.version, self._clock(), wanted.part, wanted.layout),
+                    lambda: self.directory.assign(
+                        caller, wanted.version, self._clock(), wanted.part, wanted.layout, wanted.host
+                    ),
                     wanted.wait_s,
                 )
             case "relays":
@@ -137,7 +156,9 @@ class DirectoryService:
                 return self.directory.renew(caller, at.source, self._clock(), at.part)
             case "release":
                 done = _read(params, _Release)
-                self.directory.release(caller, done.source, self._clock(), failed=done.failed, part=done.part)
+                self.directory.release(
+                    caller, done.source, self._clock(), failed=done.failed, gone=done.gone, part=done.part
+                )
                 if done.failed:
                     text = f"{caller} in phase sync gave up source {done.source} {done.why}"
                     self._emit(events.Alarm(text=text, member=str(done.source.member)))
@@ -188,6 +209,7 @@ class DirectoryClient:
         *,
         origin: bool,
         publish: Version | None = None,
+        host: str = "",
     ) -> None:
         await self._call(
             "weights.announce",
@@ -196,6 +218,21 @@ class DirectoryClient:
             held=msgspec.to_builtins(held),
             origin=origin,
             publish=msgspec.to_builtins(publish),
+            host=host,
+        )
+
+    async def relay(
+        self, endpoints: Mapping[str, str], version: Version, digest: str, *, part: int = 0, layout: str = ""
+    ) -> None:
+        """Says that we give on what we have got of a part of `version`."""
+        await self._call(
+            "weights.relay",
+            timeout=self.patience_s,
+            endpoints=dict(endpoints),
+            version=msgspec.to_builtins(version),
+            digest=digest,
+            part=part,
+            layout=layout,
         )
 
     async def newest(
@@ -214,7 +251,7 @@ class DirectoryClient:
         return None if answer is None else _answer(answer, Offer)
 
     async def assign(
-        self, version: Version, *, wait_s: float = 0.0, part: int = 0, layout: str = ""
+        self, version: Version, *, wait_s: float = 0.0, part: int = 0, layout: str = "", host: str = ""
     ) -> Assignment | None:
         """A source of a part of `version`; waits up to `wait_s` for a free one."""
         wait_s = min(wait_s, MAX_WAIT_S)
@@ -225,6 +262,7 @@ class DirectoryClient:
             wait_s=wait_s,
             part=part,
             layout=layout,
+            host=host,
         )
         return None if answer is None else _answer(answer, Assignment)
 
@@ -247,12 +285,15 @@ class DirectoryClient:
             await self._call("weights.renew", timeout=self.patience_s, source=msgspec.to_builtins(source), part=part)
         )
 
-    async def release(self, source: Identity, *, failed: bool = False, why: str = "", part: int = 0) -> None:
+    async def release(
+        self, source: Identity, *, failed: bool = False, gone: bool = False, why: str = "", part: int = 0
+    ) -> None:
         await self._call(
             "weights.release",
             timeout=self.patience_s,
             source=msgspec.to_builtins(source),
             failed=failed,
+            gone=gone,
             why=why[:1000],
             part=part,
         )

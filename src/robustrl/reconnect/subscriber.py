@@ -24,6 +24,7 @@ from robustrl.errors import (
     WireError,
 )
 from robustrl.events import Emit
+from robustrl.reconnect.arrival import ContentGoneError
 from robustrl.reconnect.content import Content, load, verify
 from robustrl.reconnect.directory import Assignment, Offer
 from robustrl.reconnect.holder import Holder
@@ -33,7 +34,7 @@ from robustrl.reconnect.partial import Partial, all_sources, all_transports
 from robustrl.reconnect.service import DirectoryClient
 from robustrl.reconnect.sharding import Layout, layout_key
 from robustrl.reconnect.transports import choose
-from robustrl.reconnect.transports.base import ContentGoneError, Session
+from robustrl.reconnect.transports.base import Session
 from robustrl.roles import Identity, Member, Version
 from robustrl.wire import Secret
 from robustrl.wire.address import LOOPBACK
@@ -45,7 +46,10 @@ log = logging.getLogger("robustrl.reconnect")
 
 RANGE_BYTES: Final = 8 << 20
 """Bytes asked for at once, where chunks are smaller."""
-RENEW_S: Final = 5.0
+RANGES_AT_LEAST: Final = 64
+"""Ranges that a version is pulled in at the least, if it has as many chunks: a relay gives a range on as soon as it
+has it, so a range's time is what each member of a chain adds."""
+RENEW_S: Final = 1.0
 """How often a puller says that it is still at it."""
 PLACE_WAIT_S: Final = 2.0
 """How long to wait for a free source before looking whether the version is still the one to have."""
@@ -59,6 +63,13 @@ class HeldVersion(NamedTuple):
     bytes: int
     contents: tuple[Content, ...]
     """One for each part that was published; most versions have one."""
+
+
+class _Place:
+    """Our place at a source."""
+
+    lost = False
+    """The source must not be read any more."""
 
 
 class WeightSubscriber:
@@ -219,6 +230,7 @@ class WeightSubscriber:
     def _forget_all_but(self, digests: Sequence[str]) -> None:
         """Drops halves of versions that nobody has any more, or that are outdated."""
         for digest in [digest for digest in self._partials if digest not in digests]:
+            self._holder.arriving.pop(digest, None)
             self._partials.pop(digest).drop()
 
     async def _take(self, offer: Offer) -> HeldVersion | None:
@@ -239,6 +251,8 @@ class WeightSubscriber:
         known = self._holder.contents
         if any(known.get((offer.version, part)) is not content for part, content in enumerate(contents)):
             await self._commit(offer, contents, partials)
+        for digest in digests:
+            self._holder.arriving.pop(digest, None)
         self._partials.clear()
         return HeldVersion(offer.version, offer.digest, sum(content.size for content in contents), tuple(contents))
 
@@ -250,7 +264,9 @@ class WeightSubscriber:
 
     async def _complete(self, partial: Partial, offer: Offer, part: int) -> Content | None:
         while not partial.done:
-            assignment = await self._directory.assign(offer.version, wait_s=PLACE_WAIT_S, part=part, layout=self._key)
+            assignment = await self._directory.assign(
+                offer.version, wait_s=PLACE_WAIT_S, part=part, layout=self._key, host=self._holder.host
+            )
             if assignment is None or assignment.digest != partial.digest:
                 return None
             if await self._pull_from(assignment, partial):
@@ -298,7 +314,7 @@ class WeightSubscriber:
                 raise TransportError("the source is an older incarnation")
             await self._drain(assignment, partial)
         except ContentGoneError:
-            await self._directory.release(source, part=part)
+            await self._directory.release(source, gone=True, part=part)
             await asyncio.sleep(0.02)  # its announcement is on the way
             return False
         except (FencedError, StagingError):
@@ -327,28 +343,70 @@ class WeightSubscriber:
     async def _drain(self, assignment: Assignment, partial: Partial) -> None:
         async with self._meet(assignment) as (transport, session):
             try:
-                async with asyncio.timeout(self._config.timeout_s):
+                async with asyncio.timeout(self._limit_s(assignment)):
                     encoded = await session.open(assignment.digest)
                 manifest = await asyncio.to_thread(partial.describe, encoded)
                 lent = session.lend(manifest.size)
                 if lent is not None:
                     await self._check_lent(assignment, partial, lent, transport)
                     return
-                view = await partial.stage(list(self._holder.contents.values()))
-                groups = plan_ranges(partial.missing, RANGE_BYTES)
+                content = await partial.stage(list(self._holder.contents.values()))
+                view = content.buffer.view
+                groups = plan_ranges(partial.missing, min(RANGE_BYTES, manifest.size // RANGES_AT_LEAST))
                 landing = session.read([wanted for wanted, _ in groups], view)
-                await self._check(assignment, partial, groups, landing, view, transport)
+                async with self._place_kept(assignment, content, len(groups)) as place:
+                    await self._check(assignment, partial, groups, landing, view, transport, place)
             finally:
                 await session.close()
                 if session.tainted:
                     partial.taint()
+
+    def _limit_s(self, assignment: Assignment) -> float:
+        """How long to wait for a range. Who is further down in a chain of relays waits longer: when one of them fails,
+        only the one after it shall notice, and not all of those behind."""
+        return self._config.timeout_s * (1 + assignment.depth / 16)
+
+    @contextlib.asynccontextmanager
+    async def _place_kept(self, assignment: Assignment, content: Content, ranges: int) -> AsyncIterator[_Place]:
+        """While it lasts the directory hears that we are at it, and that others may pull what has arrived. It is told
+        at the side: the pull itself waits for nothing."""
+        endpoints = self._holder.relay_endpoints if ranges > 1 else {}
+        if endpoints:
+            self._holder.arriving[content.digest] = content
+        place = _Place()
+        telling = asyncio.create_task(self._keep(place, assignment, endpoints))
+        try:
+            yield place
+        finally:
+            telling.cancel()
+            await asyncio.wait([telling])
+
+    async def _keep(self, place: _Place, assignment: Assignment, endpoints: dict[str, str]) -> None:
+        source, version, part = assignment.source, assignment.version, assignment.part
+        while not place.lost:
+            try:
+                if endpoints:
+                    await self._directory.relay(endpoints, version, assignment.digest, part=part, layout=self._key)
+                    endpoints = {}
+                await asyncio.sleep(RENEW_S)
+                place.lost = not await self._directory.renew(source, part)
+            except (DeadlineError, PeerGoneError) as error:
+                log.debug("%s: the directory does not hear of our pull: %s", self.identity, error)  # it may flow on
+            except RobustError as error:
+                log.warning("%s: the directory refuses our pull of %s: %s", self.identity, version, error)
+                place.lost = True
 
     @contextlib.asynccontextmanager
     async def _meet(self, assignment: Assignment) -> AsyncIterator[tuple[str, Session]]:
         """A session over the best transport that works between the two."""
         source = assignment.source
         notes: list[str] = []
-        for choice in choose(list(self._holder.transports), assignment.endpoints):
+        ours = [
+            name
+            for name, transport in self._holder.transports.items()
+            if not assignment.depth or transport.relays_early
+        ]
+        for choice in choose(ours, assignment.endpoints):
             transport = self._holder.transports[choice.transport]
             try:
                 session = await transport.connect(assignment.endpoints[choice.transport])
@@ -371,7 +429,7 @@ class WeightSubscriber:
         before = partial.missing.copy()
         try:
             partial.missing = deque(partial.needed)
-            await self._check(assignment, partial, groups, _all_there(groups), lent.view, transport)
+            await self._check(assignment, partial, groups, _all_there(groups), lent.view, transport, _Place())
         except BaseException:
             partial.missing = before
             lent.close()
@@ -386,10 +444,11 @@ class WeightSubscriber:
         landing: AsyncIterator[Range],
         view: memoryview,
         transport: str,
+        place: _Place,
     ) -> None:
         """Verifies ranges as they land; while one is verified, those after it arrive."""
         checks: deque[tuple[asyncio.Future[None], Range, list[Piece]]] = deque()
-        renewed = time.monotonic()
+        limit = self._limit_s(assignment)
 
         async def settle() -> None:
             check, wanted, pieces = checks[0]
@@ -397,30 +456,22 @@ class WeightSubscriber:
             checks.popleft()
             for _ in pieces:
                 partial.missing.popleft()
+            partial.advanced()
             self._count(assignment, partial, wanted, transport)
 
         try:
             for wanted, pieces in groups:
-                async with asyncio.timeout(self._config.timeout_s):
+                async with asyncio.timeout(limit):
                     await anext(landing)
                 checks.append((asyncio.ensure_future(asyncio.to_thread(_verify_all, pieces, view)), wanted, pieces))
                 while len(checks) >= self._config.credits or (checks and checks[0][0].done()):
                     await settle()
-                if time.monotonic() - renewed > RENEW_S:
-                    renewed = time.monotonic()
-                    await self._renew(assignment)
+                if place.lost:
+                    raise TransportError("the source was replaced while we pulled from it")
             while checks:
                 await settle()
         finally:
             await asyncio.gather(*(check for check, _, _ in checks), return_exceptions=True)
-
-    async def _renew(self, assignment: Assignment) -> None:
-        try:
-            still = await self._directory.renew(assignment.source, assignment.part)
-        except (DeadlineError, PeerGoneError):
-            return  # the directory is away; what flows may flow on
-        if not still:
-            raise TransportError("the source was replaced while we pulled from it")
 
     def _count(self, assignment: Assignment, partial: Partial, wanted: Range, transport: str) -> None:
         partial.pulled += wanted.length

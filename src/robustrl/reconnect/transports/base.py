@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from robustrl.errors import PeerGoneError, ProtocolError, RobustError, TransportError
+from robustrl.reconnect.arrival import ContentGoneError
 from robustrl.reconnect.content import Content
 from robustrl.reconnect.manifest import Range
 from robustrl.reconnect.memory import Mapped
@@ -33,10 +34,6 @@ Source = Callable[[str], "Content | None"]
 
 IDLE_FACTOR = 6.0
 """A puller that asks for nothing for this many timeouts is let go."""
-
-
-class ContentGoneError(TransportError):
-    """The source is well and does not hold the content any more."""
 
 
 class Session(Protocol):
@@ -75,6 +72,8 @@ class Transport(ABC):
     """One way for bytes. `served_bytes` counts what pullers were given."""
 
     name: str
+    relays_early: bool = True
+    """Whether it serves a content that is still arriving, each range as soon as it is there."""
     served_bytes: int = 0
 
     @property
@@ -161,12 +160,15 @@ class Conversation:
         digest = message.get("open")
         if not isinstance(digest, str):
             raise ProtocolError("a puller asked for something that this transport does not know")
-        self.content = self.transport.source(digest)
-        if self.content is None:
+        content = self.transport.source(digest)
+        if content is not None and not content.arrived and not self.transport.relays_early:
+            content = None
+        self.content = content
+        if content is None:
             await self.stream.send({"error": f"content {digest} is not here"})
             return
-        await self.stream.send({"manifest": self.content.encoded})
-        await self.opened(self.content)
+        await self.stream.send({"manifest": content.encoded})
+        await self.opened(content)
 
     async def opened(self, content: Content) -> None:
         """Called after the manifest went out."""

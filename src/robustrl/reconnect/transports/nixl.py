@@ -4,8 +4,9 @@ Its wheel carries a UCX with verbs, which ucxx's wheels lack: the transport for 
 the handshake and what the puller says it reads; NIXL's agents never meet anyone who has not proved the secret, because
 the agent's metadata, without which nothing can be read, travels only over that connection.
 
-* The holder's process does nothing while its memory is read. It hears from the puller which ranges, to count them and
-  to know that the puller lives; the puller verifies what it read against the digests, so a range that changed is found.
+* The holder's process does nothing while its memory is read. It hears from the puller which ranges and says when they
+  are there (a relay may still be getting them); the puller verifies what it read against the digests, so a range that
+  changed is found.
 * A holder that stops is never noticed by NIXL: all waits have limits.
 * A read that cannot be cancelled leaves its target tainted (`Session.tainted`), and its handle is kept (`stuck`).
 """
@@ -26,7 +27,7 @@ from typing import Any, Final
 from robustrl.errors import MissingDependencyError, PeerGoneError, ProtocolError, TransportError
 from robustrl.reconnect.content import Content
 from robustrl.reconnect.manifest import Range, check_ranges
-from robustrl.reconnect.transports.base import Conversation, Session, SocketSession, SocketStream
+from robustrl.reconnect.transports.base import IDLE_FACTOR, Conversation, Session, SocketSession, SocketStream
 from robustrl.reconnect.transports.tcp import TcpTransport, read_pairs
 from robustrl.reconnect.transports.ucx import set_environment
 from robustrl.roles import Identity
@@ -34,6 +35,8 @@ from robustrl.wire import Secret, frames
 
 MODULES: Final = ("nixl_cu12", "nixl_cu13", "nixl")
 MAX_METADATA: Final = 1 << 20
+FIRST_LOOK_S: Final = 0.0002
+"""How soon a read is looked at; later looks come at longer intervals."""
 MAX_PEERS: Final = 16
 """Holders to which a member stays connected."""
 
@@ -155,8 +158,11 @@ class _Conversation(Conversation):
             await self.stream.send({"metadata": metadata, "address": address})
         elif "take" in message:
             content = self.need_content()
-            for _, length in check_ranges(read_pairs([message["take"]]), content.size, content.present):
-                self.gave(length)
+            [(start, length)] = check_ranges(read_pairs([message["take"]]), content.size, content.present)
+            async with asyncio.timeout(self.transport.timeout_s * IDLE_FACTOR):
+                await content.until(start + length)
+            await self.stream.send({"ready": True})
+            self.gave(length)
         else:
             await super().answer(message)
 
@@ -170,6 +176,9 @@ class _Session(SocketSession):
         self._well = False
         self._target: Any = None
         self._pending: deque[tuple[Any, memoryview]] = deque()
+        self._ready = 0
+        """Ranges that were asked for, are there, and are not being read yet."""
+        self._hearing: asyncio.Task[None] | None = None
 
     async def read(self, ranges: Sequence[Range], into: memoryview) -> AsyncIterator[Range]:
         if not ranges:
@@ -181,23 +190,40 @@ class _Session(SocketSession):
             raise ProtocolError(f"{self.endpoint} did not say how its memory is read")
         self._peer = self._agent.meet(metadata)
         self._target = self._agent.register(into)
-        waiting: deque[Range] = deque()
-        left = deque(ranges)
-        while waiting or left:
-            while left and len(waiting) < self._credits:
-                wanted = left.popleft()
-                view = into[wanted.start : wanted.start + wanted.length]
-                await self._say(wanted)
-                self._pending.append((self._agent.read(self._peer, base + wanted.start, view), view))
-                waiting.append(wanted)
-            pause = 0.0002
-            while not self._agent.done(self._pending[0][0]):
-                await asyncio.sleep(pause)
-                pause = min(pause * 1.5, 0.002)
-            self._agent.end(*self._pending.popleft())
-            landed = waiting.popleft()
-            self._well = not waiting and not left
-            yield landed
+        self._hearing = asyncio.create_task(self._hear())
+        left, asked, reading = deque(ranges), deque[Range](), deque[Range]()
+        pause = FIRST_LOOK_S
+        while left or asked or reading:
+            while left and len(asked) + len(reading) < self._credits:
+                asked.append(left.popleft())
+                await self._say(asked[-1])
+            while self._ready:
+                if not asked:
+                    raise ProtocolError(f"{self.endpoint} answered what was not asked")
+                self._ready -= 1
+                reading.append(asked.popleft())
+                start, length = reading[-1]
+                view = into[start : start + length]
+                self._pending.append((self._agent.read(self._peer, base + start, view), view))
+            if reading and self._agent.done(self._pending[0][0]):
+                self._agent.end(*self._pending.popleft())
+                landed = reading.popleft()
+                self._well = not (left or asked or reading)
+                pause = FIRST_LOOK_S
+                yield landed
+                continue
+            if self._hearing.done():
+                self._hearing.result()
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, 0.002)
+
+    async def _hear(self) -> None:
+        """The holder says in the order of our asking what can be read."""
+        while True:
+            answer = await frames.read_frame(self.stream)
+            if answer.get("ready") is not True:
+                raise ProtocolError(f"{self.endpoint} answered a read with something else")
+            self._ready += 1
 
     async def _say(self, wanted: Range) -> None:
         try:
@@ -206,6 +232,9 @@ class _Session(SocketSession):
             raise PeerGoneError(f"{self.endpoint} ended the connection", why=str(error) or None) from None
 
     async def close(self) -> None:
+        if self._hearing is not None:
+            self._hearing.cancel()
+            await asyncio.gather(self._hearing, return_exceptions=True)
         for handle, view in self._pending:
             self.tainted |= not self._agent.end(handle, view)
         self._pending.clear()

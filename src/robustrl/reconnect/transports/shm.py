@@ -104,6 +104,7 @@ class ShmTransport(SocketTransport):
     """See the module. `keep` mappings of peers' memory stay for the versions to come."""
 
     name = "shm"
+    relays_early = False  # a reader would have to be told how far it may read; mapping takes no time anyway
     conversation = _Conversation
 
     def __init__(self, identity: Identity, secret: Secret, *, timeout_s: float, keep: int = 3) -> None:

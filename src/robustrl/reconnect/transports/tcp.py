@@ -10,7 +10,7 @@ from typing import Any
 
 from robustrl.errors import ConfigError, PeerGoneError, ProtocolError, TransportError
 from robustrl.reconnect.manifest import Range, check_ranges
-from robustrl.reconnect.transports.base import Conversation, Session, SocketSession, SocketTransport
+from robustrl.reconnect.transports.base import IDLE_FACTOR, Conversation, Session, SocketSession, SocketTransport
 from robustrl.roles import Identity
 from robustrl.wire import Address, Secret, bind
 
@@ -26,6 +26,8 @@ class _Conversation(Conversation):
             return
         content = self.need_content()
         for start, length in check_ranges(read_pairs(asked), content.size, content.present):
+            async with asyncio.timeout(self.transport.timeout_s * IDLE_FACTOR):
+                await content.until(start + length)
             async with asyncio.timeout(self.transport.timeout_s):
                 await self.stream.send_bytes(content.buffer.view[start : start + length])
             self.gave(length)

@@ -135,11 +135,21 @@ class _Engine:
         with self.errors():
             request.check_error()
 
-    def end(self, endpoint: Any, pending: Sequence[tuple[Any, memoryview]]) -> bool:
+    async def end(self, endpoint: Any, pending: Sequence[tuple[Any, memoryview]]) -> bool:
         """Closes an endpoint and sees to it that nothing touches the buffers of `pending` any more.
 
         Returns False when it could not: the buffers are kept, and must not be used for anything else.
         """
+        # In a thread: with a peer that is stopped it takes its time, and others are served by this loop.
+        ending = asyncio.create_task(asyncio.to_thread(self._end, endpoint, list(pending)))
+        try:
+            clean = await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait([ending])  # the buffers must not be given back before
+            raise
+        return clean
+
+    def _end(self, endpoint: Any, pending: list[tuple[Any, memoryview]]) -> bool:
         with contextlib.suppress(Exception):
             endpoint.close_blocking(period=10**9, max_attempts=1)
             endpoint.remove_close_callback()
@@ -209,7 +219,7 @@ class _Door:
             pass
         finally:
             if not welcome:
-                self._engine.end(endpoint, [])
+                await self._engine.end(endpoint, [])
 
     def _shut(self) -> None:
         self._listener = None
@@ -255,6 +265,8 @@ class _Conversation(Conversation):
             raise ProtocolError("a puller asked for bytes without a connection or a tag")
         while self._pending and (self._pending[0][0].completed or len(self._pending) >= MAX_CREDITS):
             await self._reap()
+        async with asyncio.timeout(self.transport.timeout_s * IDLE_FACTOR):
+            await content.until(start + length)
         view = content.buffer.view[start : start + length]
         self._pending.append((self.transport.engine.send(self._endpoint, view, tag), view))
 
@@ -270,7 +282,7 @@ class _Conversation(Conversation):
             for request, view in self._pending:
                 if request.completed:
                     self.gave(len(view))
-            self.transport.engine.end(self._endpoint, self._pending)
+            await self.transport.engine.end(self._endpoint, self._pending)
             self._endpoint = None
             self._pending.clear()
 
@@ -317,7 +329,8 @@ class _Session(SocketSession):
 
     async def close(self) -> None:
         if self._endpoint is not None:
-            self.tainted = not self._engine.end(self._endpoint, self._pending)
+            self.tainted = True
+            self.tainted = not await self._engine.end(self._endpoint, self._pending)
             self._pending.clear()
             self._endpoint = None
         await super().close()
