@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("robustrl needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch numpy
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[ucx,ray,gpu,report,dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[ucx,nixl,ray,gpu,report,dev]'
 	@touch $@
 
 # The main job: a real asynchronous RL run, five real faults, a report in report/.

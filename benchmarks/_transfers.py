@@ -114,7 +114,7 @@ class Member:
     def __init__(self, who: str, size: int, transport: str, directory: tuple[str, int], host: str) -> None:
         identity = Identity.parse(who)
         client = DirectoryClient(RpcClient(lambda: Address(*directory), identity, SECRET).call)
-        config = ReconnectConfig(transport=transport)  # type: ignore[arg-type]
+        config = ReconnectConfig(transport=transport, keep_versions=1)  # type: ignore[arg-type]
         kind = WeightPublisher if identity.member.role == "trainer" else WeightSubscriber
         self.weights: Any = kind(identity, client, config, SECRET, ignore, host=host)
         self.live = make_weights(size)

@@ -62,6 +62,8 @@ class ReconnectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     slower than that."""
     credits: int = 4
     """Ranges that are asked of one source ahead of what has arrived and was verified."""
+    memory: Literal["host", "device"] = "host"
+    """Where versions are frozen, pulled and held: memory of the host, or of the GPU, from where `ucx` takes them."""
     staging_bytes: int | None = None
     """Bytes that one version may take while it is frozen or pulled; None for as many as it has. What does not fit is
     refused."""
@@ -145,6 +147,12 @@ class RobustConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name, limit in self.detect.limits.items():
             self._inner_below_outer(
                 ("detect.heartbeat_s", self.detect.heartbeat_s), (f"detect.limits[{name!r}]", limit)
+            )
+        if self.reconnect.memory == "device" and self.reconnect.transport != "ucx":
+            raise ConfigError(
+                "weights in GPU memory travel over UCX alone",
+                why=f"reconnect.memory is 'device', reconnect.transport {self.reconnect.transport!r}",
+                do="Set reconnect.transport to 'ucx', or reconnect.memory to 'host'.",
             )
         if self.persist.exact_staleness and self.reconnect.keep_versions < self.persist.staleness + 1:
             raise ConfigError(

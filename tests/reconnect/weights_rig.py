@@ -21,7 +21,7 @@ import torch
 from robustrl.config import ReconnectConfig
 from robustrl.reconnect import Directory, DirectoryClient, DirectoryService, WeightPublisher, WeightSubscriber
 from robustrl.reconnect.content import Content
-from robustrl.reconnect.memory import Buffer
+from robustrl.reconnect.memory import Buffer, DeviceBuffer
 from robustrl.roles import Identity, Version
 from robustrl.wire import Address, RpcClient, RpcServer, Secret, bind
 
@@ -131,6 +131,9 @@ class Driven:
         """Flips a byte in the middle of everything that is held."""
         contents = self.weights._holder.contents
         for key, content in contents.items():
+            if isinstance(content.buffer, DeviceBuffer):
+                content.buffer.view[content.size // 2] ^= 1
+                continue
             buffer = Buffer(content.size)
             buffer.view[:] = content.buffer.view  # which may be another's, and read-only
             buffer.view[content.size // 2] ^= 1

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from robustrl.errors import CorruptChunkError, WeightError, WeightMismatchError
+from robustrl.reconnect import cuda
 from robustrl.reconnect.arrival import Arrival
-from robustrl.reconnect.cuda import Driver, find_driver
 from robustrl.reconnect.manifest import (
     ITEM_BYTES,
     Manifest,
@@ -25,11 +25,13 @@ from robustrl.reconnect.manifest import (
     cover,
     version_digest,
 )
-from robustrl.reconnect.memory import Buffer, Mapped, Pool
+from robustrl.reconnect.memory import Buffer, DeviceBuffer, Mapped, Pool, in_host
 from robustrl.reconnect.sharding import Layout, Slice, box_of
 
 if TYPE_CHECKING:
     import torch
+
+    from robustrl.reconnect.memory import Memory
 
 SLAB_BYTES: Final = 4 << 20
 """Tensors are copied in slabs of about this size, several at a time."""
@@ -55,7 +57,7 @@ class Content:
     def __init__(
         self,
         manifest: Manifest,
-        buffer: Buffer | Mapped,
+        buffer: Buffer | DeviceBuffer | Mapped,
         release: Callable[[], None] | None = None,
         pieces: Sequence[Piece] | None = None,
         arrival: Arrival | None = None,
@@ -85,16 +87,16 @@ class Content:
             await self.arrival.until(upto)
 
 
-def verify(piece: Piece, view: memoryview) -> None:
+def verify(piece: Piece, view: Memory) -> None:
     """Raises CorruptChunkError unless the chunk in `view` (the whole buffer) has its digest."""
-    if chunk_digest(view[piece.start : piece.start + piece.length]) != piece.digest:
+    if chunk_digest(in_host(view[piece.start : piece.start + piece.length])) != piece.digest:
         raise CorruptChunkError(
             f"a chunk of tensor {piece.tensor!r} is corrupt",
             why=f"bytes {piece.start} to {piece.start + piece.length} do not have the manifest's digest",
         )
 
 
-def tensor_in(buffer: Buffer | Mapped, spec: TensorSpec) -> torch.Tensor:
+def tensor_in(buffer: Buffer | DeviceBuffer | Mapped, spec: TensorSpec) -> torch.Tensor:
     """A tensor whose memory is its place in the buffer (no copy), valid for as long as the buffer is referred to.
 
     Its memory may be read-only: writing to it would then end the process.
@@ -105,6 +107,8 @@ def tensor_in(buffer: Buffer | Mapped, spec: TensorSpec) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=dtype)
+    if isinstance(buffer, DeviceBuffer):
+        return buffer.view[spec.offset : spec.offset + spec.nbytes].view(dtype).reshape(spec.shape)
     address: int = np.frombuffer(buffer.view, np.uint8).ctypes.data  # torch takes no read-only buffer as it is
     memory = (ctypes.c_ubyte * spec.nbytes).from_address(address + spec.offset)
     return torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes).view(dtype).reshape(spec.shape)
@@ -115,7 +119,7 @@ def freeze(
     chunk_bytes: int,
     pool: Pool | None = None,
     slices: Mapping[str, Slice] | None = None,
-    driver: Driver | None = None,
+    driver: cuda.Driver | None = None,
 ) -> Content:
     """Copies tensors (any device, any strides) into a buffer and digests them.
 
@@ -130,7 +134,7 @@ def freeze(
         WeightError: a tensor cannot be published (sparse, quantized, a dtype that has no name here), or the memory
             for a copy cannot be had.
     """
-    driver = find_driver() if driver is None else driver
+    driver = cuda.find_driver() if driver is None else driver
     layout = _lay_out(tensors, slices or {})
     size = max((spec.offset + spec.nbytes for spec, _ in layout), default=0)
     pool = Pool() if pool is None else pool
@@ -141,13 +145,15 @@ def freeze(
         for spec, tensor in layout:
             if not spec.nbytes or spec.offset in jobs:
                 continue
-            if driver is not None and driver.owns(tensor):
+            if isinstance(buffer, DeviceBuffer) or (driver is not None and driver.owns(tensor)):
                 distant.append((tensor_in(buffer, spec), tensor))
                 end = spec.offset + spec.nbytes
                 jobs[spec.offset] = [functools.partial(digest_chunks, buffer.view, spec.offset, end, chunk_bytes)]
             else:
                 jobs[spec.offset] = list(_copying(buffer, spec, tensor, chunk_bytes))
-        if driver is not None and distant:
+        if isinstance(buffer, DeviceBuffer):
+            buffer.put(distant)
+        elif driver is not None and distant:
             buffer.pin(driver.pin)
             driver.copy(distant)
         digests = iter(_spread([job for found in jobs.values() for job in found], size))
@@ -230,13 +236,22 @@ def _spread(jobs: Sequence[Callable[[], T]], size: int) -> list[T]:
 
     if size <= SMALL_BYTES or len(jobs) == 1 or WORKERS == 1:
         return [one(job) for job in jobs]
-    with ThreadPoolExecutor(WORKERS, "robustrl-copy") as workers:
-        return list(workers.map(one, jobs))
+    return list(_workers().map(one, jobs))
 
 
-def digest_chunks(view: memoryview, start: int, end: int, chunk_bytes: int) -> bytes:
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(WORKERS, "robustrl-copy")
+
+
+os.register_at_fork(after_in_child=_workers.cache_clear)  # threads do not come along
+
+
+def digest_chunks(view: Memory, start: int, end: int, chunk_bytes: int) -> bytes:
     """The digests of the chunks between two places of a buffer, one after another."""
-    return b"".join(chunk_digest(view[at : min(at + chunk_bytes, end)]) for at in range(start, end, chunk_bytes))
+    return b"".join(
+        chunk_digest(in_host(view[at : min(at + chunk_bytes, end)])) for at in range(start, end, chunk_bytes)
+    )
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> str:
@@ -293,7 +308,10 @@ def load(
     jobs: list[Callable[[], object]] = []
     for ours, content, spec, common in plan:
         theirs = tensor_in(content.buffer, spec)[common.within(box_of(spec))]
-        jobs += _loading(ours, theirs)
+        if isinstance(content.buffer, DeviceBuffer):
+            jobs.append(functools.partial(content.buffer.put, [(ours, theirs)]))
+        else:
+            jobs += _loading(ours, theirs)
     _spread(jobs, sum(content.size for content in parts))
     return version_digest([content.digest for content in parts])
 

@@ -1,7 +1,8 @@
-"""From a GPU into a version's buffer: a thin boundary around what torch offers of CUDA. Not run on hardware so far.
+"""Between GPUs and versions: a thin boundary around what torch offers of CUDA. Not run on hardware so far.
 
-The buffer is registered with the driver once (page-locked), so that copies run at the bus's full speed, and stays so
-for as long as it is used again. The copies of all tensors are queued and waited for together.
+Buffers in host memory are registered with the driver once (page-locked), so that copies run at the bus's full speed,
+and stay so for as long as they are used again. Buffers in GPU memory are torch's own tensors: UCX takes them by their
+CUDA array interface, and what is written into them is done when `copy` returns, because UCX knows nothing of streams.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from robustrl.errors import WeightError
+from robustrl.errors import ConfigError, WeightError
 
 if TYPE_CHECKING:
     import torch
 
 
 class Driver(Protocol):
-    """What freezing needs of a device."""
+    """What versions need of a device."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on a device of this driver."""
@@ -25,6 +26,10 @@ class Driver(Protocol):
 
     def pin(self, address: int, size: int) -> Callable[[], None]:
         """Page-locks host memory and returns what undoes it. Raises WeightError when the driver refuses."""
+        ...
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """`size` bytes of the device's memory. Raises WeightError when there are not so many."""
         ...
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -47,10 +52,18 @@ class TorchDriver:
             raise WeightError(f"CUDA does not page-lock {size} bytes", why=f"cudaHostRegister returned {failed}")
         return lambda: runtime.cudaHostUnregister(address) and None
 
+    def allocate(self, size: int) -> torch.Tensor:
+        import torch
+
+        try:
+            return torch.empty(size, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError as error:
+            raise WeightError(f"the GPU has no {size} bytes for a weight version", why=str(error)) from error
+
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         import torch
 
-        devices = {source.device for _, source in pairs}
+        devices = {tensor.device for pair in pairs for tensor in pair if tensor.is_cuda}
         for device in devices:
             torch.cuda.synchronize(device)  # the caller may have computed on another stream than ours
         for target, source in pairs:
@@ -65,3 +78,14 @@ def find_driver() -> Driver | None:
     import torch
 
     return TorchDriver() if torch.cuda.is_available() else None
+
+
+def device_driver() -> Driver:
+    """The driver of this machine. Raises ConfigError where there is no GPU that torch can use."""
+    driver = find_driver()
+    if driver is None:
+        raise ConfigError(
+            "reconnect.memory is 'device' and torch can use no GPU here",
+            do="Leave reconnect.memory at 'host', or give this process a GPU.",
+        )
+    return driver

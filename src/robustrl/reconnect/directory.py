@@ -198,6 +198,10 @@ class Directory:
         kept = {(offer.version, offer.part): offer for offer in held}
         self._holders[who] = _Holder(dict(endpoints), kept, origin, host)
         self._relays[who] = {key: relay for key, relay in self._relays.get(who, {}).items() if key not in kept}
+        for version, part in kept:  # it has what it pulled
+            place = self._places.get((who, part))
+            if place is not None and place.version == version:
+                del self._places[who, part]
         self._suspect.pop(who, None)
         self._forget_old()
 

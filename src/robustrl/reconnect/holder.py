@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from robustrl.config import ReconnectConfig
 from robustrl.errors import DeadlineError, PeerGoneError, RobustError
 from robustrl.events import Emit
-from robustrl.reconnect import transports
+from robustrl.reconnect import cuda, transports
 from robustrl.reconnect.content import Content
 from robustrl.reconnect.directory import Key, Offer
 from robustrl.reconnect.memory import MemoryReport, Pool
@@ -44,7 +44,7 @@ class Holder:
         self.origin = origin
         self.layout = layout
         self.transports = transports.make(config, identity, secret, host)
-        self.pool = Pool(config.staging_bytes, identity)
+        self.pool = Pool(config.staging_bytes, identity, cuda.device_driver() if config.memory == "device" else None)
         self.endpoints: dict[str, str] = {}
         self.contents: dict[Key, Content] = {}
         self.arriving: dict[str, Content] = {}

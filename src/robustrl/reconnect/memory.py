@@ -20,12 +20,20 @@ import select
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from robustrl.errors import TransportError, WeightError
+
+if TYPE_CHECKING:
+    import torch
+
+    from robustrl.reconnect.cuda import Driver
+
+    Memory = memoryview | torch.Tensor
+    """Bytes one after another, which can be sliced: of the host, or of a device."""
 
 _SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1; not in Python's fcntl yet
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -91,6 +99,11 @@ class Buffer:
             weakref.finalize(self, undo).atexit = False  # at its end the process gives everything back anyway
             self._pinned = True
 
+    def put(self, pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
+        """Copies (to, from) pairs of views."""
+        for ours, theirs in pairs:
+            ours[:] = theirs
+
     def share(self) -> Shared:
         """Descriptors for one more reader; the caller sends and closes them."""
         if self._pipe is None:
@@ -126,6 +139,34 @@ class Buffer:
 def _close_all(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+class DeviceBuffer:
+    """Memory of a GPU. Other processes reach it through UCX alone.
+
+    Args:
+        size: in bytes.
+        driver: of the device.
+    """
+
+    def __init__(self, size: int, driver: Driver) -> None:
+        self.size = self.bytes = size
+        self.spans: Spans | None = None
+        self.view = driver.allocate(size)
+        self._driver = driver
+
+    def unread(self) -> bool:
+        """Always: nobody else can map it."""
+        return True
+
+    def put(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Copies (to, from) pairs of views, and returns when that is done."""
+        self._driver.copy(pairs)
+
+
+def in_host(view: Memory) -> memoryview:
+    """The bytes of a view where the processor can read them: itself, or a copy."""
+    return view if isinstance(view, memoryview) else memoryview(view.cpu().numpy().data)
 
 
 class _Mapping:
@@ -225,23 +266,27 @@ class Pool:
     Args:
         budget: bytes that one version may take at the most; None for no limit.
         who: for errors.
+        driver: of the device whose memory the buffers are; None for host memory.
     """
 
-    def __init__(self, budget: int | None = None, who: object | None = None) -> None:
+    def __init__(self, budget: int | None = None, who: object | None = None, driver: Driver | None = None) -> None:
+        self._driver = driver
         self._budget = budget
         self._who = who
         self._lock = threading.RLock()  # a content may end while we are here, and give its buffer back
-        self._idle: list[Buffer] = []
+        self._idle: list[Buffer | DeviceBuffer] = []
         self._used: dict[int, int] = {}
         self._shards = 0
         self.peak = 0
 
-    def take(self, size: int, spans: Spans | None = None) -> Buffer:
+    def take(self, size: int, spans: Spans | None = None) -> Buffer | DeviceBuffer:
         """A buffer of `size` bytes (of which only `spans` are used) whose content is arbitrary.
 
         Raises:
             StagingError: it does not fit the budget or the machine.
         """
+        if self._driver is not None:
+            spans = None  # its pages cannot be taken one by one
         need = size if spans is None else sum(length for _, length in spans)
         if self._budget is not None and need > self._budget:
             raise StagingError(
@@ -257,7 +302,7 @@ class Pool:
                 self._idle.remove(fitting)
             elif not self._shards:  # the model has changed: what is of another size will not be needed again
                 self._idle = alike
-        buffer = fitting or Buffer(size, spans)
+        buffer = fitting or (Buffer(size, spans) if self._driver is None else DeviceBuffer(size, self._driver))
         with self._lock:
             self._used[id(buffer)] = buffer.bytes
             self.peak = max(self.peak, self._own())
@@ -267,7 +312,7 @@ class Pool:
         """A version consists of this many buffers, which may be of different sizes."""
         self._shards = shards if shards > 1 else 0
 
-    def give(self, buffer: Buffer, *, again: bool = True) -> None:
+    def give(self, buffer: Buffer | DeviceBuffer, *, again: bool = True) -> None:
         """Takes a buffer back that nothing in this process refers to any more.
 
         Args:

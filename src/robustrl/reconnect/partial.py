@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 from robustrl.errors import ProtocolError
 from robustrl.reconnect.arrival import Arrival
 from robustrl.reconnect.content import Content
 from robustrl.reconnect.manifest import Manifest, Piece, cover
-from robustrl.reconnect.memory import Buffer, Mapped, Pool
+from robustrl.reconnect.memory import Buffer, DeviceBuffer, Mapped, Pool
 from robustrl.reconnect.sharding import Layout, needed
 
 
@@ -93,7 +94,7 @@ class Partial:
         assert self._content is not None
         return self._content
 
-    def _use(self, buffer: Buffer) -> None:
+    def _use(self, buffer: Buffer | DeviceBuffer) -> None:
         assert self.manifest is not None
         pool, again = self._pool, self._again
         self._content = Content(
@@ -111,7 +112,7 @@ class Partial:
         if self._content is not None and self._content.arrival is not None:
             self._content.arrival.advance(self.missing[0].start if self.missing else self._content.size)
 
-    def _take(self, others: list[Content]) -> Buffer:
+    def _take(self, others: list[Content]) -> Buffer | DeviceBuffer:
         assert self.manifest is not None
         spans = None if self.whole else tuple((span.start, span.length) for span in cover(self._needed))
         buffer = self._pool.take(self.manifest.size, spans)
@@ -120,13 +121,15 @@ class Partial:
             present = content.manifest.pieces() if content.pieces is None else content.pieces
             known.update((piece.digest, (content, piece)) for piece in present)
         missing: list[Piece] = []
+        known_here: list[tuple[Any, Any]] = []
         for piece in self._needed:
             found = known.get(piece.digest)
             if found is None or found[1].length != piece.length:
                 missing.append(piece)
                 continue
             there = found[0].buffer.view[found[1].start : found[1].start + piece.length]
-            buffer.view[piece.start : piece.start + piece.length] = there
+            known_here.append((buffer.view[piece.start : piece.start + piece.length], there))
+        buffer.put(known_here)
         self.missing = deque(missing)
         return buffer
 

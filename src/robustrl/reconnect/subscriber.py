@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from robustrl import events
 from robustrl.config import ReconnectConfig
@@ -42,11 +42,13 @@ from robustrl.wire.address import LOOPBACK
 if TYPE_CHECKING:
     import torch
 
+    from robustrl.reconnect.memory import Memory
+
 log = logging.getLogger("robustrl.reconnect")
 
 RANGE_BYTES: Final = 8 << 20
 """Bytes asked for at once, where chunks are smaller."""
-RANGES_AT_LEAST: Final = 64
+RANGES_AT_LEAST: Final = 32
 """Ranges that a version is pulled in at the least, if it has as many chunks: a relay gives a range on as soon as it
 has it, so a range's time is what each member of a chain adds."""
 RENEW_S: Final = 1.0
@@ -270,6 +272,8 @@ class WeightSubscriber:
             if assignment is None or assignment.digest != partial.digest:
                 return None
             if await self._pull_from(assignment, partial):
+                if offer.parts > 1:  # else the announcement follows at once, and says it as well
+                    await self._directory.release(assignment.source, part=part)
                 continue
             newest = await self._directory.newest(step=offer.version.step, layout=self._key)
             if newest is None or newest.digest != offer.digest:
@@ -332,7 +336,7 @@ class WeightSubscriber:
         if failure is not None:
             why = f"{partial.progress()}: {str(failure) or f'nothing came within {self._config.timeout_s:g} s'}"
             log.warning("%s: source %s of version %s failed: %s", self.identity, source, assignment.version, why)
-        await self._directory.release(source, failed=failure is not None, why=why, part=part)
+            await self._directory.release(source, failed=True, why=why, part=part)
         return failure is None
 
     async def _let_go(self, assignment: Assignment) -> None:
@@ -351,7 +355,7 @@ class WeightSubscriber:
                     await self._check_lent(assignment, partial, lent, transport)
                     return
                 content = await partial.stage(list(self._holder.contents.values()))
-                view = content.buffer.view
+                view: Any = content.buffer.view
                 groups = plan_ranges(partial.missing, min(RANGE_BYTES, manifest.size // RANGES_AT_LEAST))
                 landing = session.read([wanted for wanted, _ in groups], view)
                 async with self._place_kept(assignment, content, len(groups)) as place:
@@ -442,7 +446,7 @@ class WeightSubscriber:
         partial: Partial,
         groups: list[tuple[Range, list[Piece]]],
         landing: AsyncIterator[Range],
-        view: memoryview,
+        view: Memory,
         transport: str,
         place: _Place,
     ) -> None:
@@ -487,6 +491,6 @@ async def _all_there(groups: list[tuple[Range, list[Piece]]]) -> AsyncIterator[R
         yield wanted
 
 
-def _verify_all(pieces: list[Piece], view: memoryview) -> None:
+def _verify_all(pieces: list[Piece], view: Memory) -> None:
     for piece in pieces:
         verify(piece, view)

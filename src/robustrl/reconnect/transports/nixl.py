@@ -27,6 +27,7 @@ from typing import Any, Final
 from robustrl.errors import MissingDependencyError, PeerGoneError, ProtocolError, TransportError
 from robustrl.reconnect.content import Content
 from robustrl.reconnect.manifest import Range, check_ranges
+from robustrl.reconnect.memory import DeviceBuffer
 from robustrl.reconnect.transports.base import IDLE_FACTOR, Conversation, Session, SocketSession, SocketStream
 from robustrl.reconnect.transports.tcp import TcpTransport, read_pairs
 from robustrl.reconnect.transports.ucx import set_environment
@@ -79,6 +80,7 @@ class _Agent:
     def offer(self, content: Content) -> tuple[bytes, int]:
         """What a puller needs to read a content: our metadata, and the address of its first byte."""
         buffer = content.buffer
+        assert not isinstance(buffer, DeviceBuffer)  # `RobustConfig.check` sees to it
         with self.errors():
             descriptors = self._registered.get(buffer)
             if descriptors is None:

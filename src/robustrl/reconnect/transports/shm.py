@@ -20,7 +20,7 @@ from typing import Any
 from robustrl.errors import PeerGoneError, TransportError
 from robustrl.reconnect.content import Content
 from robustrl.reconnect.manifest import Range
-from robustrl.reconnect.memory import Mapped, Mappings, Shared
+from robustrl.reconnect.memory import DeviceBuffer, Mapped, Mappings, Shared
 from robustrl.reconnect.transports.base import Conversation, Session, SocketSession, SocketStream, SocketTransport
 from robustrl.roles import Identity
 from robustrl.wire import Secret
@@ -35,6 +35,7 @@ def host_key() -> str:
 
 class _Conversation(Conversation):
     async def opened(self, content: Content) -> None:
+        assert not isinstance(content.buffer, DeviceBuffer)  # `RobustConfig.check` sees to it
         shared = content.buffer.share()
         try:
             socket.send_fds(self.stream.sock, [b"f"], list(shared))

@@ -10,6 +10,7 @@ from typing import Any
 
 from robustrl.errors import ConfigError, PeerGoneError, ProtocolError, TransportError
 from robustrl.reconnect.manifest import Range, check_ranges
+from robustrl.reconnect.memory import in_host
 from robustrl.reconnect.transports.base import IDLE_FACTOR, Conversation, Session, SocketSession, SocketTransport
 from robustrl.roles import Identity
 from robustrl.wire import Address, Secret, bind
@@ -29,7 +30,7 @@ class _Conversation(Conversation):
             async with asyncio.timeout(self.transport.timeout_s * IDLE_FACTOR):
                 await content.until(start + length)
             async with asyncio.timeout(self.transport.timeout_s):
-                await self.stream.send_bytes(content.buffer.view[start : start + length])
+                await self.stream.send_bytes(in_host(content.buffer.view[start : start + length]))
             self.gave(length)
 
 

@@ -26,7 +26,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from robustrl.errors import MissingDependencyError, PeerGoneError, ProtocolError, TransportError
 from robustrl.reconnect.manifest import Range, check_ranges
@@ -34,6 +34,9 @@ from robustrl.reconnect.transports.base import IDLE_FACTOR, Conversation, Sessio
 from robustrl.reconnect.transports.tcp import TcpTransport, read_pairs
 from robustrl.roles import Identity
 from robustrl.wire import Address, Secret, frames
+
+if TYPE_CHECKING:
+    from robustrl.reconnect.memory import Memory
 
 TOKEN_BYTES: Final = 16
 MAX_CREDITS: Final = 64
@@ -79,7 +82,7 @@ class _Engine:
         self._context = libucxx.UCXContext({})
         self.worker = libucxx.UCXWorker(self._context, enable_delayed_submission=True, enable_python_future=False)
         self.worker.start_progress_thread(polling_mode=False, epoll_timeout=1)
-        self.stuck: list[tuple[Any, memoryview]] = []
+        self.stuck: list[tuple[Any, Memory]] = []
 
     @classmethod
     def acquire(cls, host: str) -> _Engine:
@@ -110,13 +113,13 @@ class _Engine:
         with self.errors():
             return self.api.UCXEndpoint.create(self.worker, host, port, True)
 
-    def send(self, endpoint: Any, view: memoryview, tag: int) -> Any:
+    def send(self, endpoint: Any, view: Memory, tag: int) -> Any:
         with self.errors():
-            return endpoint.tag_send(self._array(view), self._tag(tag))
+            return endpoint.tag_send(self._array(_exposed(view)), self._tag(tag))
 
-    def receive(self, endpoint: Any, view: memoryview, tag: int) -> Any:
+    def receive(self, endpoint: Any, view: Memory, tag: int) -> Any:
         with self.errors():
-            return endpoint.tag_recv(self._array(view), self._tag(tag), self._full_mask)
+            return endpoint.tag_recv(self._array(_exposed(view)), self._tag(tag), self._full_mask)
 
     def send_token(self, endpoint: Any, token: bytes) -> Any:
         with self.errors():
@@ -135,7 +138,7 @@ class _Engine:
         with self.errors():
             request.check_error()
 
-    async def end(self, endpoint: Any, pending: Sequence[tuple[Any, memoryview]]) -> bool:
+    async def end(self, endpoint: Any, pending: Sequence[tuple[Any, Memory]]) -> bool:
         """Closes an endpoint and sees to it that nothing touches the buffers of `pending` any more.
 
         Returns False when it could not: the buffers are kept, and must not be used for anything else.
@@ -149,7 +152,7 @@ class _Engine:
             raise
         return clean
 
-    def _end(self, endpoint: Any, pending: list[tuple[Any, memoryview]]) -> bool:
+    def _end(self, endpoint: Any, pending: list[tuple[Any, Memory]]) -> bool:
         with contextlib.suppress(Exception):
             endpoint.close_blocking(period=10**9, max_attempts=1)
             endpoint.remove_close_callback()
@@ -162,6 +165,11 @@ class _Engine:
         clean = all(request.completed for request, _ in pending)
         self.stuck = [entry for entry in self.stuck if not entry[0].completed]
         return clean
+
+
+def _exposed(view: Memory) -> Any:
+    """What ucxx can take: bytes of the host, or a device's with a CUDA array interface (torch's tensors there)."""
+    return view if isinstance(view, memoryview) or view.is_cuda else view.numpy()
 
 
 class _Door:
@@ -240,7 +248,7 @@ class _Conversation(Conversation):
     def __init__(self, transport: UcxTransport, stream: SocketStream) -> None:
         super().__init__(transport, stream)
         self._endpoint: Any = None
-        self._pending: deque[tuple[Any, memoryview]] = deque()
+        self._pending: deque[tuple[Any, Memory]] = deque()
 
     async def answer(self, message: dict[str, Any]) -> None:
         if message.get("ucx") == "connect":
@@ -293,7 +301,7 @@ class _Session(SocketSession):
         self._credits = credits
         self._engine = engine
         self._endpoint: Any = None
-        self._pending: deque[tuple[Any, memoryview]] = deque()
+        self._pending: deque[tuple[Any, Memory]] = deque()
         self._next_tag = secrets.randbits(63)
 
     async def connect(self, host: str) -> None:
@@ -305,7 +313,7 @@ class _Session(SocketSession):
         self._endpoint = self._engine.connect(host, port)
         await self._engine.finish(self._engine.send_token(self._endpoint, token))
 
-    async def read(self, ranges: Sequence[Range], into: memoryview) -> AsyncIterator[Range]:
+    async def read(self, ranges: Sequence[Range], into: Memory) -> AsyncIterator[Range]:
         waiting: deque[Range] = deque()
         left = deque(ranges)
         while waiting or left:
@@ -317,7 +325,7 @@ class _Session(SocketSession):
             self._pending.popleft()
             yield waiting.popleft()
 
-    async def _ask(self, wanted: Range, into: memoryview) -> None:
+    async def _ask(self, wanted: Range, into: Memory) -> None:
         tag = self._next_tag
         self._next_tag += 1
         view = into[wanted.start : wanted.start + wanted.length]
