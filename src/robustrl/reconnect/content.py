@@ -17,6 +17,7 @@ from robustrl.reconnect import cuda
 from robustrl.reconnect.arrival import Arrival
 from robustrl.reconnect.manifest import (
     ITEM_BYTES,
+    ChunkDigest,
     Manifest,
     Piece,
     TensorSpec,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 SLAB_BYTES: Final = 4 << 20
 """Tensors are copied in slabs of about this size, several at a time."""
+STRIDE_BYTES: Final = 256 << 10
+"""What is copied before it is digested: source and copy fit a processor's own cache."""
 SMALL_BYTES: Final = 256 << 10
 """Below this, handing work to another thread costs more than the work."""
 WORKERS: Final = min(4, os.cpu_count() or 1)
@@ -204,10 +207,13 @@ def _copying(buffer: Buffer, spec: TensorSpec, tensor: torch.Tensor, chunk_bytes
 
     def some(first: int, last: int) -> bytes:
         digests = bytearray()
-        for at in range(first, last, chunk_bytes):  # digested while the processor still has it at hand
-            length = min(chunk_bytes, last - at)
-            _move(target, tensor, at, length)
-            digests += chunk_digest(buffer.view[spec.offset + at : spec.offset + at + length])
+        for chunk in range(first, last, chunk_bytes):
+            digest, end = ChunkDigest(), min(chunk + chunk_bytes, last)
+            for at in range(chunk, end, STRIDE_BYTES):  # digested while the processor still has it at hand
+                length = min(STRIDE_BYTES, end - at)
+                _move(target, tensor, at, length)
+                digest.update(buffer.view[spec.offset + at : spec.offset + at + length])
+            digests += digest.digest()
         return bytes(digests)
 
     step = max(1, SLAB_BYTES // chunk_bytes) * chunk_bytes

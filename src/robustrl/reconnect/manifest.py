@@ -142,6 +142,10 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
+ChunkDigest = xxhash.xxh3_128
+"""The digest of one chunk whose bytes come one after another."""
+
+
 def chunk_digest(data: bytes | memoryview) -> bytes:
     """The digest of one chunk."""
     return bytes(xxhash.xxh3_128_digest(data))
