@@ -34,6 +34,13 @@ class PersistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The longest that generated tokens stay only in the memory of the member that made them."""
     keep_points: int = 3
     """Durable points that stay on disk."""
+    lease_s: float | None = None
+    """Seconds after which a lease ends whose owner says nothing of it; None where detection alone watches owners."""
+    max_barren_attempts: int = 8
+    """Attempts in a row that may bring neither a token nor an answer; then what is missing of the group is given up."""
+    partial_groups: Literal["use", "drop", "refill"] = "drop"
+    """What is done with a group that lacks answers which were given up: train on those that it has, leave it out of its
+    batch, or let the next group take its place."""
     max_failure_streak: int = 16
     """Consecutive infrastructure failures of attempts after which the job is given up with the first cause."""
 
@@ -127,6 +134,8 @@ class RobustConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "reconnect.timeout_s": self.reconnect.timeout_s,
             "persist.keep_points": self.persist.keep_points,
             "persist.max_failure_streak": self.persist.max_failure_streak,
+            "persist.max_barren_attempts": self.persist.max_barren_attempts,
+            "persist.lease_s": 1 if self.persist.lease_s is None else self.persist.lease_s,
             "reconnect.keep_versions": self.reconnect.keep_versions,
             "reconnect.credits": self.reconnect.credits,
             "reconnect.staging_bytes": 1 if self.reconnect.staging_bytes is None else self.reconnect.staging_bytes,
@@ -153,6 +162,12 @@ class RobustConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 "weights in GPU memory travel over UCX alone",
                 why=f"reconnect.memory is 'device', reconnect.transport {self.reconnect.transport!r}",
                 do="Set reconnect.transport to 'ucx', or reconnect.memory to 'host'.",
+            )
+        if self.persist.exact_staleness and self.persist.partial_groups == "refill":
+            raise ConfigError(
+                "exact staleness needs each group to keep its place",
+                why="persist.partial_groups is 'refill': a group may move into an earlier batch than it was made for",
+                do="Use 'drop' or 'use'.",
             )
         if self.persist.exact_staleness and self.reconnect.keep_versions < self.persist.staleness + 1:
             raise ConfigError(

@@ -173,6 +173,17 @@ class TokensKept(Event, frozen=True, kw_only=True, tag="tokens_kept"):
     tokens: int
 
 
+class GroupGivenUp(Event, frozen=True, kw_only=True, tag="group_given_up"):
+    """Attempt after attempt at a group brought nothing: it has `finished` of `samples` answers, and the `rule` for such
+    groups (`persist.partial_groups`) says what becomes of them."""
+
+    group: int
+    finished: int
+    samples: int
+    rule: str
+    why: str
+
+
 class TokensDropped(Event, frozen=True, kw_only=True, tag="tokens_dropped"):
     """Saved tokens that are thrown away and generated again (a restarted attempt, a whole-job restart)."""
 
@@ -241,6 +252,7 @@ AnyEvent = (
     | BatchConsumed
     | BatchCommitted
     | Leased
+    | GroupGivenUp
     | TokensKept
     | TokensDropped
     | PointSaved

@@ -278,7 +278,7 @@ def test_the_run_ends_only_when_all_groups_are_finished(tmp_path: Path) -> None:
     assert bench.ledger.lease(rollout(0), [0]) is None  # rollout/1 may die
     bench.ledger.release_owner(Member("rollout", 1), 2)
     assert bench.lease(rollout(0)).group == two.group
-    bench.work(rollout(0), bench.ledger._grant(bench.ledger._groups[two.group]))
+    bench.work(rollout(0), bench.ledger._leases._grant(bench.ledger._board.groups[two.group]))
     assert bench.ledger.lease(rollout(0), [0]) is END
     bench.batch(1)
     assert bench.ledger.next_batch(TRAINER, 2) is END

@@ -90,9 +90,9 @@ class Fleet(RuleBasedStateMachine):
             return
         newest = max(0, self.step - lag)
         grant = self.ledger.lease(owner, [newest])
-        groups = self.ledger._groups
+        groups = self.ledger._board.groups
         if grant is END:
-            assert self.ledger._next == B * STEPS and all(group.done for group in groups.values())
+            assert self.ledger._leases.next == B * STEPS and all(group.done for group in groups.values())
         if not isinstance(grant, LeaseGrant):
             return
         assert newest >= grant.group // B - self.staleness
@@ -106,7 +106,7 @@ class Fleet(RuleBasedStateMachine):
         self.held[owner] = grant
 
     def _lives(self, owner: Identity, grant: LeaseGrant) -> bool:
-        group = self.ledger._groups.get(grant.group)
+        group = self.ledger._board.groups.get(grant.group)
         return group is not None and group.owner == owner and group.attempt == grant.attempt and not group.done
 
     def _deliver(self, owner: Identity, word: Callable[[], Outcome]) -> Outcome:
@@ -123,7 +123,7 @@ class Fleet(RuleBasedStateMachine):
             grant = self.held.get(owner)
             if grant is None or not self._lives(owner, grant):
                 return
-            if self.ledger._groups[grant.group].samples[sample].state not in DONE:
+            if self.ledger._board.groups[grant.group].samples[sample].state not in DONE:
                 self._generate(owner, grant, sample, count, overlap)
 
     @rule(pushes=st.lists(st.tuples(ROLLOUTS, SAMPLES, st.integers(2, 4)), min_size=6, max_size=20))
@@ -160,7 +160,7 @@ class Fleet(RuleBasedStateMachine):
         grant = self.held.get(owner)
         if grant is None or not self._lives(owner, grant):
             return
-        if self.ledger._groups[grant.group].samples[sample].state not in DONE:
+        if self.ledger._board.groups[grant.group].samples[sample].state not in DONE:
             self._finish(owner, grant, sample)
 
     def _finish(self, owner: Identity, grant: LeaseGrant, sample: int) -> None:
@@ -177,7 +177,7 @@ class Fleet(RuleBasedStateMachine):
     def speak_about_a_lost_lease(self, index: int, sample: int) -> None:
         owner = self._rollout(index)
         grant = self.held.get(owner)
-        group = None if grant is None else self.ledger._groups.get(grant.group)
+        group = None if grant is None else self.ledger._board.groups.get(grant.group)
         if grant is None or (group is not None and (group.owner, group.attempt) == (owner, grant.attempt)):
             return
         with contextlib.suppress(FencedError):
@@ -194,7 +194,7 @@ class Fleet(RuleBasedStateMachine):
         outcome = self.ledger.fail(owner, grant.group, sample, attempt=grant.attempt, kind=kind)
         if outcome is Outcome.ACCEPTED:
             del self.held[owner]
-            for one, now in enumerate(self.ledger._groups[grant.group].samples):
+            for one, now in enumerate(self.ledger._board.groups[grant.group].samples):
                 if restart and sample in (None, one) and now.state == "failed":
                     self.truth.pop((grant.group, one), None)
 

@@ -179,7 +179,7 @@ def test_words_are_resent_in_order_when_the_ledger_was_away(rig: Rig) -> None:
             writer.finish(0, 1.0)
             await ledger.flush()
             assert ledger.unacked_tokens == 0
-        sample = rig.ledger._grant(rig.ledger._groups[0]).samples[0]
+        sample = rig.ledger._leases._grant(rig.ledger._board.groups[0]).samples[0]
         assert sample.ids() == list(range(50))
         assert sample.versions() == ["1.0"] * 25 + ["1.1"] * 25
         assert rig.ledger.stats()["duplicate_appends"] > 0
@@ -208,7 +208,7 @@ def test_append_from_a_thread_waits_at_the_bound_and_not_before(rig: Rig) -> Non
             rig.down = None
             await asyncio.to_thread(thread.join)
             await ledger.flush()
-        assert rig.ledger._groups[0].samples[0].tokens == 150
+        assert rig.ledger._board.groups[0].samples[0].tokens == 150
 
     run(test)
 
@@ -333,7 +333,7 @@ def test_a_full_disk_is_said_once_and_the_words_are_kept_until_it_has_room(
             await until(lambda: rig.calls.count("ledger.write") >= 3)
             monkeypatch.setattr(rig.store, "flush", real)
             await ledger.flush()
-        assert rig.ledger._groups[0].samples[0].tokens == 10
+        assert rig.ledger._board.groups[0].samples[0].tokens == 10
         assert sum(isinstance(one, events.Alarm) for one in rig.events) == 1
 
     run(test)

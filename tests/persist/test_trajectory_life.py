@@ -17,6 +17,7 @@ from robustrl.persist.trajectory import (
     Discard,
     Fail,
     Finish,
+    GiveUp,
     Lease,
     Release,
     Reopen,
@@ -118,6 +119,6 @@ def test_no_sequence_of_moves_leaves_the_rules(moves: list[object]) -> None:
 
 def test_every_state_is_reachable() -> None:
     path = (Lease(A, 1), Finish(A, 1, 0, 1.0, ""), Consume(1), Commit())
-    seen = {State.ISSUED, after(Lease(A, 1), Fail(A, 1, "x", True)).state}
+    seen = {State.ISSUED, after(Lease(A, 1), Fail(A, 1, "x", True)).state, after(GiveUp("x")).state}
     seen |= {now.state for now in itertools.accumulate(path, advance, initial=Trajectory("0/0"))}  # type: ignore[arg-type]
     assert seen == set(State)

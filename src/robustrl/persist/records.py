@@ -86,9 +86,20 @@ class Segment(msgspec.Struct, frozen=True):
     logprobs: bytes
     version: str
     owner: str = ""
+    trained: bool = True
+    """False for what the answer contains and no weights made: the output of a tool."""
+    sampling: str = ""
+    """The sampling parameters that the tokens were drawn with, as the framework writes them down."""
+    state: bytes = b""
+    """What a tool or an agent needs to go on after the last of these tokens, opaque here."""
 
     def __len__(self) -> int:
         return len(self.ids) // ITEM
+
+    def alike(self, other: Segment) -> bool:
+        """Whether the two differ in their tokens alone."""
+        mine, theirs = (self.version, self.owner, self.trained), (other.version, other.owner, other.trained)
+        return mine == theirs and self.sampling == other.sampling
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +130,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         """The weight version that made each token."""
         return [segment.version for segment in self.segments for _ in range(len(segment))]
 
+    def loss_mask(self) -> list[bool]:
+        """For each token whether it is trained on."""
+        return [segment.trained for segment in self.segments for _ in range(len(segment))]
+
+    @property
+    def state(self) -> bytes:
+        """The state of a tool or agent after the newest token that came with one; empty before the first."""
+        return next((segment.state for segment in reversed(self.segments) if segment.state), b"")
+
 
 class Scored(Sample, frozen=True, kw_only=True):
     """A finished answer with its prompt, ready to train on."""
@@ -145,6 +165,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: tuple[Scored, ...]
     replay: bool = False
     """It had been handed out before, and is the very same."""
+    partial: tuple[int, ...] = ()
+    """Groups that are in it with fewer answers than they should have (`persist.partial_groups` = ``use``)."""
+    omitted: tuple[int, ...] = ()
+    """Groups that were given up, and are not in it."""
 
 
 class Rewound(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +188,8 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories that were consumed twice."""
     foreign: tuple[str, ...] = ()
     """Trajectories in a step whose batch they do not belong to."""
+    omitted: tuple[str, ...] = ()
+    """Trajectories of groups that were given up, in whole or in part: they were never trained on, by rule."""
 
 
 # -- the words of an owner, as they travel -----------------------------------------------------------------------------
@@ -177,6 +203,9 @@ class AppendOp(msgspec.Struct, frozen=True, tag="append", tag_field="op", kw_onl
     ids: bytes
     logprobs: bytes
     version: str
+    trained: bool = True
+    sampling: str = ""
+    state: bytes = b""
 
 
 class FinishOp(msgspec.Struct, frozen=True, tag="finish", tag_field="op", kw_only=True):

@@ -7,6 +7,7 @@ with `wait_s`) sleep until something changed; they do not poll. Each method may 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
@@ -176,6 +177,16 @@ class LedgerService:
                 return None
             if self.superseded.is_set():
                 raise RoleDownError("this ledger server was replaced")
+
+    async def expire_leases(self) -> None:
+        """Ends leases of silent owners for as long as it runs; its host runs it beside the server. Returns at once
+        where `persist.lease_s` is None."""
+        limit = self.ledger.config.lease_s
+        while limit is not None and not self.superseded.is_set():
+            await asyncio.sleep(min(limit / 4, 1.0))
+            with contextlib.suppress(StorageError), self.ledger.deferred():
+                if self.ledger.expire():
+                    await self._durable(0.0)
 
     # -- methods -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ There is one writer. Opening the store takes the writer's number; a writer that 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +24,7 @@ import xxhash
 
 from robustrl.errors import LedgerError, StorageError, WriterFencedError
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = 0x526F4C67
 BUSY_S: Final = 5.0
 
@@ -40,12 +40,15 @@ class Table(NamedTuple):
 TABLES: Final = {
     "meta": Table(("name", "value"), 1),
     # A group's prompt, the newest lease on it, and the call that asked for that lease (for repeated calls).
-    "groups": Table(("grp", "prompt", "attempt", "owner", "request"), 1),
+    "groups": Table(("grp", "prompt", "attempt", "owner", "request", "barren"), 1),
     # Each lease there ever was, and how it ended.
     "attempts": Table(("grp", "attempt", "owner", "leased_at", "saved_tokens", "outcome", "detail"), 2),
     "samples": Table(("grp", "sample", "state", "attempt", "owner", "reward", "finish_reason", "step", "failure"), 2),
-    "segments": Table(("grp", "sample", "start", "ids", "logprobs", "version", "owner"), 3),
-    "consumption": Table(("step", "trainer", "trajectories"), 1),
+    "segments": Table(
+        ("grp", "sample", "start", "ids", "logprobs", "version", "owner", "trained", "sampling", "state"), 3
+    ),
+    # What a step consumed, and the first group after it.
+    "consumption": Table(("step", "trainer", "trajectories", "after"), 1),
     # The lowest incarnation of a member that is listened to.
     "fences": Table(("member", "incarnation"), 1),
     # Tokens that an identity delivered, ever.
@@ -53,6 +56,37 @@ TABLES: Final = {
 }
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def create(database: sqlite3.Connection, name: str) -> None:
+    """Creates a table as it is today, if it is not there."""
+    table = TABLES[name]
+    columns = ", ".join((*table.columns, "sum INTEGER NOT NULL"))
+    key = ", ".join(table.columns[: table.keys])
+    database.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({key}))")
+
+
+def migrate(database: sqlite3.Connection, version: int) -> None:
+    """Brings the tables of an older schema to today's, inside the caller's transaction.
+
+    A row that was damaged stays so: its checksum is wrong before and after.
+    """
+    if version == 1:
+        (batch,) = database.execute("SELECT value FROM meta WHERE name = 'groups_per_batch'").fetchone() or (0,)
+        added: dict[str, Callable[[Sequence[Value]], tuple[Value, ...]]] = {
+            "groups": lambda row: (0,),
+            "segments": lambda row: (1, "", b""),
+            "consumption": lambda row: (int(row[0] or 0) * batch,),
+        }
+        for name, more in added.items():
+            rows = database.execute(f"SELECT * FROM {name}").fetchall()
+            database.execute(f"DROP TABLE {name}")
+            create(database, name)
+            for *row, total in rows:
+                whole = (*row, *more(row))
+                right = checksum(name, whole)
+                values = (*whole, right if total == checksum(name, row) else right ^ 1)
+                database.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(values))})", values)
 
 
 def checksum(table: str, row: Sequence[Value]) -> int:
@@ -103,10 +137,10 @@ class Store:
                 why=f"this robustrl reads up to {SCHEMA_VERSION}",
                 do="Use the robustrl that wrote it, or a newer one.",
             )
-        for name, table in TABLES.items():
-            columns = ", ".join((*table.columns, "sum INTEGER NOT NULL"))
-            key = ", ".join(table.columns[: table.keys])
-            database.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({key}))")
+        if tables and version < SCHEMA_VERSION:
+            migrate(database, version)
+        for name in TABLES:
+            create(database, name)
         database.execute(f"PRAGMA application_id={APPLICATION_ID}")
         database.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         found = database.execute("SELECT value FROM meta WHERE name = 'writer'").fetchone()
@@ -175,7 +209,18 @@ class Store:
     def forget_pending(self) -> None:
         self._pending.clear()
 
+    def delete_below(self, table: str, group: int) -> None:
+        """Deletes the rows of all groups under this one, at the next flush."""
+        self._later(("below", table), f"DELETE FROM {table} WHERE grp < ?", (group,))
+
     # -- reading ---------------------------------------------------------------------------------------------------
+
+    def value(self, name: str, default: Any) -> Any:
+        """What `meta` holds under this name, flushed or pending."""
+        pending = self._pending.get(("meta", name))
+        if pending is not None:
+            return pending[1][1]
+        return next((value for _, value in self.rows("meta", "name = ?", name)), default)
 
     def rows(self, table: str, where: str = "1", *params: Value) -> Iterator[tuple[Any, ...]]:
         """Flushed rows in the order of their key. A row with a wrong checksum is left out and noted in `damaged`."""

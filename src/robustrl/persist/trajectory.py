@@ -3,6 +3,8 @@
     issued --lease--> leased --finish--> finished --consume--> consumed --commit--> committed
        ^                |  |                                       ^                    |
        |<---release-----+  +--fail--> failed --lease--> leased     +-------reopen-------+
+       |                                |
+       +--give up--> quarantined <------+
        +<---discard (anything that is not committed)
 
 `advance` is the only function that changes a trajectory. It knows nothing of groups, stores or clocks.
@@ -31,10 +33,15 @@ class State(StrEnum):
     """The durable point of its step exists."""
     FAILED = "failed"
     """The last attempt ended in an infrastructure failure; it waits for another attempt."""
+    QUARANTINED = "quarantined"
+    """Attempt after attempt brought nothing; nobody tries again, and it is never trained on."""
 
 
 DONE = frozenset({State.FINISHED, State.CONSUMED, State.COMMITTED})
 """States in which the answer is whole: nobody generates for it any more."""
+
+SETTLED = DONE | {State.QUARANTINED}
+"""States in which nobody generates any more."""
 
 
 class Trajectory(msgspec.Struct, frozen=True):
@@ -102,6 +109,10 @@ class Fail(msgspec.Struct, frozen=True):
     keep_tokens: bool
 
 
+class GiveUp(msgspec.Struct, frozen=True):
+    kind: str
+
+
 class Consume(msgspec.Struct, frozen=True):
     step: int
 
@@ -118,7 +129,7 @@ class Discard(msgspec.Struct, frozen=True):
     """Forget everything but its name and the number of its last attempt."""
 
 
-Move = Lease | Append | Finish | Release | Fail | Consume | Commit | Reopen | Discard
+Move = Lease | Append | Finish | Release | Fail | GiveUp | Consume | Commit | Reopen | Discard
 
 
 def advance(now: Trajectory, move: Move) -> Trajectory:
@@ -150,6 +161,9 @@ def advance(now: Trajectory, move: Move) -> Trajectory:
             if _held(now, owner, attempt):
                 tokens = now.tokens if keep_tokens else 0
                 return replace(now, state=State.FAILED, owner=None, failure=kind, tokens=tokens)
+        case GiveUp(kind):
+            if now.state in (State.ISSUED, State.FAILED):
+                return replace(now, state=State.QUARANTINED, owner=None, failure=now.failure or kind)
         case Consume(step):
             if now.state is State.CONSUMED and now.step == step:
                 return now

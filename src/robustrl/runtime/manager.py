@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from robustrl.persist import Ledger, LedgerService, Store
@@ -56,6 +57,7 @@ class ManagerGuard(Guard):
         service = LedgerService(self._ledger, emit=self.emit)
         server = RpcServer(service.handle, self.secret, bind())
         await server.start()
+        expiring = asyncio.create_task(service.expire_leases())
         try:
             self.link.on_membership.append(self._fence_the_dead)
             await self._fence_the_dead()
@@ -67,6 +69,8 @@ class ManagerGuard(Guard):
                 await self._last_words(server)
         finally:
             self.link.on_membership.remove(self._fence_the_dead)
+            expiring.cancel()
+            await asyncio.gather(expiring, return_exceptions=True)
             await server.close()
             store.close()
 
