@@ -1,4 +1,6 @@
-"""A ledger server process for tests: ``python ledger_server.py RUN_DIR GROUPS_PER_BATCH SAMPLES STEPS``.
+"""A ledger server process for tests.
+
+``python ledger_server.py RUN_DIR GROUPS_PER_BATCH SAMPLES STEPS [SETTING=VALUE...]``
 
 Listens on a free port, writes it to ``RUN_DIR/address``, and serves until it is killed.
 """
@@ -8,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from robustrl.config import PersistConfig
 from robustrl.events import EventLog
@@ -15,7 +20,7 @@ from robustrl.persist import Ledger, LedgerService, Store
 from robustrl.wire import RpcServer, Secret, bind
 
 
-async def serve(folder: Path, groups: int, samples: int, steps: int) -> None:
+async def serve(folder: Path, groups: int, samples: int, steps: int, settings: dict[str, Any]) -> None:
     log = EventLog(folder / "events.jsonl", "manager/0#1")
     ledger = Ledger(
         Store(folder / "ledger.db"),
@@ -23,7 +28,7 @@ async def serve(folder: Path, groups: int, samples: int, steps: int) -> None:
         groups_per_batch=groups,
         samples_per_prompt=samples,
         total_steps=steps,
-        config=PersistConfig(staleness=steps),
+        config=PersistConfig(staleness=steps, **settings),
         emit=log.emit,
     )
     service = LedgerService(ledger, emit=log.emit)
@@ -32,8 +37,11 @@ async def serve(folder: Path, groups: int, samples: int, steps: int) -> None:
     temporary = folder / "address.new"
     temporary.write_text(str(server.address))
     temporary.rename(folder / "address")
+    expiring = asyncio.create_task(service.expire_leases())
     await service.superseded.wait()
+    expiring.cancel()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]), *map(int, sys.argv[2:5])))
+    given = {name: msgspec.json.decode(value) for name, _, value in (word.partition("=") for word in sys.argv[5:])}
+    asyncio.run(serve(Path(sys.argv[1]), *map(int, sys.argv[2:5]), given))

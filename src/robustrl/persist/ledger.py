@@ -100,6 +100,9 @@ class Ledger:
         self._fences: dict[Member, int] = {}
         self._deferred = 0
         self._stale = False
+        if store.cut:
+            text = f"the newest words to the ledger {store.path} were cut off ({store.cut} bytes) and are left out"
+            emit(events.Alarm(text=text))
         self._load()
 
     @property

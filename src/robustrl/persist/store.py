@@ -89,6 +89,23 @@ def migrate(database: sqlite3.Connection, version: int) -> None:
                 database.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(values))})", values)
 
 
+def cut_bytes(path: Path) -> int:
+    """How many bytes at the end of a database's write-ahead log are the beginning of a frame and not all of it.
+
+    A killed process leaves whole frames: only a disk, or who copied the file, cuts one. SQLite leaves it out, and with
+    it the transaction that it belongs to. (The file's format: https://www.sqlite.org/fileformat2.html#walformat)
+    """
+    log = path.with_name(path.name + "-wal")
+    try:
+        size = log.stat().st_size
+        with log.open("rb") as file:
+            head = file.read(12)
+    except OSError:
+        return 0
+    page = int.from_bytes(head[8:12], "big")
+    return (size - 32) % (page + 24) if size > 32 and page else 0
+
+
 def checksum(table: str, row: Sequence[Value]) -> int:
     """xxh3 of a row as a signed 64-bit number, which is what an SQLite integer holds."""
     return int(xxhash.xxh3_64_intdigest(_encode([table, *row]))) - (1 << 63)
@@ -108,6 +125,8 @@ class Store:
         self.path = Path(path)
         self.damaged: list[tuple[str, tuple[Value, ...]]] = []
         """(table, key) of rows whose checksum did not match when they were read."""
+        self.cut = cut_bytes(self.path)
+        """Bytes of a transaction that was cut off in the file's journal and is left out."""
         self._pending: dict[tuple[Any, ...], tuple[str, tuple[Value, ...]]] = {}
         self._database: sqlite3.Connection | None = None
         try:
