@@ -126,7 +126,7 @@ def test_a_puller_lost_in_mid_pull_harms_nobody_else(rig: Rig, fault: str) -> No
     assert time.monotonic() - began < 1
     for index in (1, 2):
         assert rig.member(f"rollout/{index}#1").ask("pull") == ("1.2", digest)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 8
 
 
 def test_an_older_incarnation_is_refused_and_counted(rig: Rig) -> None:

@@ -80,6 +80,7 @@ class Driven:
         self.weights: Any = kind(self.identity, directory, config, key, self.events.append, **self.options())
         self.held: Any = None
         self.landed = FORKS.Value("q", 0)
+        self.gate = FORKS.Event()
 
     def options(self) -> dict[str, Any]:
         """More arguments for the publisher or subscriber."""
@@ -127,6 +128,21 @@ class Driven:
 
         subscriber._verify_all = slowly
 
+    async def hold(self) -> None:
+        """From now on the puller verifies two ranges of 256 KiB, and no more until its gate is opened."""
+        from robustrl.reconnect import subscriber
+
+        subscriber.RANGE_BYTES = 256 << 10
+        check = subscriber._verify_all
+
+        def held(*args: Any) -> None:
+            if self.landed.value >= 2:
+                assert self.gate.wait(60)
+            check(*args)
+            self.landed.value += 1
+
+        subscriber._verify_all = held
+
     async def spoil(self) -> None:
         """Flips a byte in the middle of everything that is held."""
         contents = self.weights._holder.contents
@@ -160,13 +176,20 @@ class Driven:
 
 
 def _child(
-    kind: type[Driven], who: str, address: Address, config: ReconnectConfig, secret: bytes, pipe: Any, landed: Any
+    kind: type[Driven],
+    who: str,
+    address: Address,
+    config: ReconnectConfig,
+    secret: bytes,
+    pipe: Any,
+    landed: Any,
+    gate: Any,
 ) -> None:
     torch.set_num_threads(1)
 
     async def main() -> None:
         member = kind(who, address, config, secret)
-        member.landed = landed
+        member.landed, member.gate = landed, gate
         await member.weights.start()
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
@@ -202,7 +225,9 @@ class MemberProcess:
         self.who = who
         self.pipe, theirs = FORKS.Pipe()
         self.landed = FORKS.Value("q", 0)
-        self.process = FORKS.Process(target=_child, args=(kind, who, address, config, secret, theirs, self.landed))
+        self.gate = FORKS.Event()
+        arguments = (kind, who, address, config, secret, theirs, self.landed, self.gate)
+        self.process = FORKS.Process(target=_child, args=arguments)
         self.process.start()
         theirs.close()
         self.number = 0

@@ -107,7 +107,7 @@ class Directory:
         avoid_s: seconds for which a source that failed someone is avoided.
     """
 
-    def __init__(self, *, pullers_per_source: int = 1, lease_s: float = 3.0, avoid_s: float = 10.0) -> None:
+    def __init__(self, *, pullers_per_source: int = 1, lease_s: float = 2.0, avoid_s: float = 10.0) -> None:
         self.pullers_per_source = pullers_per_source
         self.lease_s = lease_s
         self.avoid_s = avoid_s

@@ -51,7 +51,7 @@ RANGE_BYTES: Final = 8 << 20
 RANGES_AT_LEAST: Final = 32
 """Ranges that a version is pulled in at the least, if it has as many chunks: a relay gives a range on as soon as it
 has it, so a range's time is what each member of a chain adds."""
-RENEW_S: Final = 1.0
+RENEW_S: Final = 0.5
 """How often a puller says that it is still at it."""
 PLACE_WAIT_S: Final = 2.0
 """How long to wait for a free source before looking whether the version is still the one to have."""

@@ -43,7 +43,9 @@ def test_no_new_request_uses_a_prefix_of_other_weights(rig: Rig, kind: type[Work
         answers = requests(fleet.workers)
         assert {each.version for answer in answers for each in answer} == {f"1.{step - 1}"}
         assert stale(answers) == 0
-        running = [(worker, worker.begin("generate", prompt=SYSTEM_PROMPT, tokens=20)) for worker in fleet.workers]
+        request = {"prompt": SYSTEM_PROMPT, "tokens": 20, "into": f"1.{step}"}
+        running = [(worker, worker.begin("generate", **request)) for worker in fleet.workers]
+        wait_until(lambda: all(worker.ask("health")["running"] for worker in fleet.workers))
         fleet.publish(f"1.{step}", step)
         wait_for(fleet.workers, f"1.{step}")
         after = requests(fleet.workers)  # while older requests still run

@@ -39,8 +39,9 @@ def test_a_receiver_lost_at_bucket_3_costs_nobody_else_anything(rig: Rig, fault:
     for worker in (first, third):
         assert worker.end(pulling[worker]) == ("1.2", digest)
         assert loaded(worker, 2)
+    began = time.monotonic()
     later = fleet.publish("1.3", 3)
-    assert time.monotonic() - lost < limit
+    assert time.monotonic() - began < 1.0
     assert second.landed.value < 10
     fleet.fence("rollout/1#2")  # the verdict; it takes the receiver out
     assert "rollout/1#1" not in fleet.holders("1.2") + fleet.holders("1.1")

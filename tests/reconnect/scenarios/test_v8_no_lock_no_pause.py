@@ -46,8 +46,8 @@ def test_a_transfer_that_fails_leaves_the_old_version_and_the_next_one_works(rig
     worker = fleet.workers[0]
     fleet.publish("1.2", 2)
     fleet.trainer.ask("spoil")
-    assert worker.ask("sync", newer_than="1.1", timeout=1.0) is None
-    assert worker.ask("stats")["corrupt"] >= 1
+    while not worker.ask("stats")["corrupt"]:  # a busy machine may need more than one time
+        assert worker.ask("sync", newer_than="1.1", timeout=1.0) is None
     assert worker.ask("health")["version"] == "1.1"
     assert loaded(worker, 1)
     failed = time.monotonic()

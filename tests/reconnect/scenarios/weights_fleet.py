@@ -125,6 +125,7 @@ class Worker(Logged):
         self.live = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
         self.done: list[list[Token]] = []
         self.made = 0
+        self.running = 0
         self.failures: list[str] = []
         self.tasks: set[asyncio.Task[Any]] = set()
         super().__init__(*args)
@@ -186,14 +187,16 @@ class Worker(Logged):
             "version": None if held is None else str(held.version),
             "digest": None if held is None else held.digest,
             "tokens": self.made,
+            "running": self.running,
             "failures": list(self.failures),
         }
 
     async def live_weights(self) -> dict[str, str]:
         return fingerprint(self.live)
 
-    async def generate(self, prompt: str, tokens: int, token_s: float = TOKEN_S) -> list[Token]:
-        """Answers one request. Raises RuntimeError while there are no usable weights.
+    async def generate(self, prompt: str, tokens: int, token_s: float = TOKEN_S, into: str = "") -> list[Token]:
+        """Answers one request: `tokens` long, or longer, until one was made by version `into`. Raises RuntimeError
+        while there are no usable weights.
 
         The rule for requests that run when the weights change: they go on with the new weights on their old prefix,
         and each token says so.
@@ -202,13 +205,15 @@ class Worker(Logged):
         if held is None:
             raise RuntimeError("no usable weights: this worker does not serve")
         prefix = self.engine.prefix(prompt, held.digest)
+        self.running += 1
         answer: list[Token] = []
         for index in itertools.count():
             while (held := self.weights.applied) is None:  # noqa: ASYNC110  (the engine's scheduler looks again)
                 await asyncio.sleep(0.005)
             answer.append(Token(token(prompt, held.digest, index), str(held.version), held.digest, prefix))
             self.made += 1
-            if len(answer) == tokens:
+            if len(answer) >= tokens and into in ("", answer[-1].version):
+                self.running -= 1
                 return answer
             await asyncio.sleep(token_s)
         raise AssertionError("unreachable")
