@@ -160,6 +160,42 @@ def test_a_cancelled_lease_is_the_answer_of_the_next_call(rig: Rig) -> None:
     run(test)
 
 
+def test_a_trajectory_of_several_turns_goes_on_elsewhere_with_its_tool_state_and_loss_mask(rig: Rig) -> None:
+    async def test() -> None:
+        async with rig.client(R0) as first:
+            grant = await first.lease([0])
+            assert isinstance(grant, LeaseGrant)
+            writer = first.writer(grant)
+            writer.append(0, 11, -1.0, "1.0", sampling='{"temperature":0.7}')
+            writer.append(0, 12, -1.0, "1.0", sampling='{"temperature":0.7}', state=b"asked the tool")
+            writer.observe(0, [91, 92, 93], state=b"turn 2")
+            writer.append(0, 13, -2.0, "1.1")
+            await first.flush()
+        rig.ledger.release_owner(R0.member, 2)
+        async with rig.client(R1) as second:
+            again = await second.lease([0])
+            assert isinstance(again, LeaseGrant)
+            answer = again.samples[0]
+            assert answer.ids() == [11, 12, 91, 92, 93, 13]
+            assert answer.loss_mask() == [True, True, False, False, False, True]
+            assert answer.versions() == ["1.0", "1.0", "", "", "", "1.1"]
+            assert answer.state == b"turn 2"
+            assert [segment.state for segment in answer.segments] == [b"asked the tool", b"turn 2", b""]
+            assert answer.segments[0].sampling == '{"temperature":0.7}'
+            writer = second.writer(again)
+            writer.append(0, 14, -1.0, "1.1", state=b"turn 3")
+            for sample in range(2):
+                writer.finish(sample, 1.0)
+            await second.flush()
+            await rig.work(second)
+        batch = await rig.client(TRAINER).next_batch(1)
+        assert isinstance(batch, Batch)
+        trained = batch.trajectories[0]
+        assert (trained.ids()[-1], trained.loss_mask()[-1], trained.state) == (14, True, b"turn 3")
+
+    run(test)
+
+
 def test_words_are_resent_in_order_when_the_ledger_was_away(rig: Rig) -> None:
     async def test() -> None:
         async with rig.client(R0) as ledger:

@@ -15,7 +15,8 @@ import time
 import uuid
 from array import array
 from collections import deque
-from typing import Any, Final, Self
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 
@@ -57,17 +58,26 @@ WORD_TOKENS: Final = 16
 RETRY_S: Final = 0.1
 
 
+class _Kind(NamedTuple):
+    """What the tokens of a run have in common; see `Segment`."""
+
+    version: str
+    trained: bool = True
+    sampling: str = ""
+
+
 class _Run:
-    """Tokens of one sample and one version that have not been sent yet; grows until it is sent."""
+    """Tokens of one sample and one kind that have not been sent yet; grows until it is sent, or has a state."""
 
-    __slots__ = ("ids", "logprobs", "sample", "start", "version")
+    __slots__ = ("ids", "kind", "logprobs", "sample", "start", "state")
 
-    def __init__(self, sample: int, start: int, version: str) -> None:
+    def __init__(self, sample: int, start: int, kind: _Kind) -> None:
         self.sample = sample
         self.start = start
-        self.version = version
+        self.kind = kind
         self.ids = array("i")
         self.logprobs = array("f")
+        self.state = b""
 
 
 class _Word:
@@ -91,7 +101,10 @@ class _Word:
             start=self.run.start,
             ids=pack_ids(self.run.ids),
             logprobs=pack_logprobs(self.run.logprobs),
-            version=self.run.version,
+            version=self.run.kind.version,
+            trained=self.run.kind.trained,
+            sampling=self.run.kind.sampling,
+            state=self.run.state,
         )
 
 
@@ -116,15 +129,35 @@ class LeaseWriter:
         """The answer's length so far: tokens that earlier owners saved, and those that were appended here."""
         return self._tokens[sample]
 
-    def append(self, sample: int, token: int, logprob: float, version: str) -> bool:
+    def append(
+        self, sample: int, token: int, logprob: float, version: str, *, sampling: str = "", state: bytes = b""
+    ) -> bool:
         """One more token of `sample`. Waits only while too many tokens are unacknowledged.
+
+        Args:
+            sample: number of the answer in its group.
+            token: its id.
+            logprob: of the token, under `version`.
+            version: the weights that made it.
+            sampling: the parameters that it was drawn with, to be written down beside it.
+            state: what an agent needs to go on after this token, if a turn ends here; opaque to the ledger.
 
         Raises:
             DeadlineError: the ledger took nothing for the whole patience.
             FencedError, JobFailedError: this member is to end.
             LedgerError: an earlier word contradicted what is saved.
         """
-        return self._client._append(self, sample, token, logprob, version)
+        return self._client._append(self, sample, (token,), (logprob,), _Kind(version, True, sampling), state)
+
+    def observe(self, sample: int, tokens: Sequence[int], *, state: bytes = b"") -> bool:
+        """Tokens of the answer that no weights made and that are not trained on: what a tool said. See `append`."""
+        going = True
+        for start in range(0, len(tokens), MESSAGE_TOKENS):
+            some = tokens[start : start + MESSAGE_TOKENS]
+            last = start + len(some) == len(tokens)
+            kind = _Kind("", trained=False)
+            going = self._client._append(self, sample, some, [0.0] * len(some), kind, state if last else b"")
+        return going
 
     def finish(self, sample: int, reward: float, reason: str = "") -> bool:
         """The answer of `sample` is whole and scored."""
@@ -317,24 +350,30 @@ class LedgerClient:
         if self.fatal is not None:
             raise self.fatal
 
-    def _append(self, writer: LeaseWriter, sample: int, token: int, logprob: float, version: str) -> bool:
+    def _append(
+        self,
+        writer: LeaseWriter,
+        sample: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        kind: _Kind,
+        state: bytes,
+    ) -> bool:
         with self._lock:
             if self._unacked >= self._max_tokens:
                 self._wait_for_room()
             if not self._may_speak(writer):
                 return False
             run = writer._runs.get(sample)
-            if run is None or run.version != version or len(run.ids) >= MESSAGE_TOKENS:
-                run = _Run(sample, writer._tokens[sample], version)
-                run.ids.append(token)
-                run.logprobs.append(logprob)
-                writer._runs[sample] = run
+            fits = run is not None and run.kind == kind and len(run.ids) + len(tokens) <= MESSAGE_TOKENS
+            if run is None or not fits or run.state:
+                run = writer._runs[sample] = _Run(sample, writer._tokens[sample], kind)
                 self._queue(_Word(writer, run=run))
-            else:
-                run.ids.append(token)
-                run.logprobs.append(logprob)
-            writer._tokens[sample] += 1
-            self._unacked += 1
+            run.ids.extend(tokens)
+            run.logprobs.extend(logprobs)
+            run.state = state
+            writer._tokens[sample] += len(tokens)
+            self._unacked += len(tokens)
             return True
 
     def _say(self, writer: LeaseWriter, sample: int | None, op: FinishOp | FailOp) -> bool:

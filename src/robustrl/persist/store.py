@@ -15,78 +15,14 @@ There is one writer. Opening the store takes the writer's number; a writer that 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-
-import msgspec
-import xxhash
+from typing import Any, Final, Self
 
 from robustrl.errors import LedgerError, StorageError, WriterFencedError
+from robustrl.persist.schema import APPLICATION_ID, SCHEMA_VERSION, TABLES, Value, checksum, create, migrate
 
-SCHEMA_VERSION: Final = 2
-APPLICATION_ID: Final = 0x526F4C67
 BUSY_S: Final = 5.0
-
-Value = int | float | str | bytes | None
-
-
-class Table(NamedTuple):
-    columns: tuple[str, ...]
-    keys: int
-    """How many leading columns are the key."""
-
-
-TABLES: Final = {
-    "meta": Table(("name", "value"), 1),
-    # A group's prompt, the newest lease on it, and the call that asked for that lease (for repeated calls).
-    "groups": Table(("grp", "prompt", "attempt", "owner", "request", "barren"), 1),
-    # Each lease there ever was, and how it ended.
-    "attempts": Table(("grp", "attempt", "owner", "leased_at", "saved_tokens", "outcome", "detail"), 2),
-    "samples": Table(("grp", "sample", "state", "attempt", "owner", "reward", "finish_reason", "step", "failure"), 2),
-    "segments": Table(
-        ("grp", "sample", "start", "ids", "logprobs", "version", "owner", "trained", "sampling", "state"), 3
-    ),
-    # What a step consumed, and the first group after it.
-    "consumption": Table(("step", "trainer", "trajectories", "after"), 1),
-    # The lowest incarnation of a member that is listened to.
-    "fences": Table(("member", "incarnation"), 1),
-    # Tokens that an identity delivered, ever.
-    "owners": Table(("owner", "tokens"), 1),
-}
-
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def create(database: sqlite3.Connection, name: str) -> None:
-    """Creates a table as it is today, if it is not there."""
-    table = TABLES[name]
-    columns = ", ".join((*table.columns, "sum INTEGER NOT NULL"))
-    key = ", ".join(table.columns[: table.keys])
-    database.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({key}))")
-
-
-def migrate(database: sqlite3.Connection, version: int) -> None:
-    """Brings the tables of an older schema to today's, inside the caller's transaction.
-
-    A row that was damaged stays so: its checksum is wrong before and after.
-    """
-    if version == 1:
-        (batch,) = database.execute("SELECT value FROM meta WHERE name = 'groups_per_batch'").fetchone() or (0,)
-        added: dict[str, Callable[[Sequence[Value]], tuple[Value, ...]]] = {
-            "groups": lambda row: (0,),
-            "segments": lambda row: (1, "", b""),
-            "consumption": lambda row: (int(row[0] or 0) * batch,),
-        }
-        for name, more in added.items():
-            rows = database.execute(f"SELECT * FROM {name}").fetchall()
-            database.execute(f"DROP TABLE {name}")
-            create(database, name)
-            for *row, total in rows:
-                whole = (*row, *more(row))
-                right = checksum(name, whole)
-                values = (*whole, right if total == checksum(name, row) else right ^ 1)
-                database.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(values))})", values)
 
 
 def cut_bytes(path: Path) -> int:
@@ -106,12 +42,67 @@ def cut_bytes(path: Path) -> int:
     return (size - 32) % (page + 24) if size > 32 and page else 0
 
 
-def checksum(table: str, row: Sequence[Value]) -> int:
-    """xxh3 of a row as a signed 64-bit number, which is what an SQLite integer holds."""
-    return int(xxhash.xxh3_64_intdigest(_encode([table, *row]))) - (1 << 63)
+class Rows:
+    """Reads a ledger file. Rows whose checksum is wrong are left out and noted."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.damaged: list[tuple[str, tuple[Value, ...]]] = []
+        """(table, key) of rows whose checksum did not match when they were read."""
+        self._database: sqlite3.Connection | None = None
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Opens a ledger for reading, whoever else has it open. Raises LedgerError where there is none."""
+        rows = cls(path)
+        if not rows.path.is_file():
+            raise LedgerError(f"there is no ledger at {rows.path}")
+        try:
+            rows._database = sqlite3.connect(f"{rows.path.resolve().as_uri()}?mode=ro", timeout=BUSY_S, uri=True)
+            (application,) = rows._database.execute("PRAGMA application_id").fetchone()
+            (version,) = rows._database.execute("PRAGMA user_version").fetchone()
+        except sqlite3.Error as error:
+            rows.close()
+            raise LedgerError(f"cannot read the ledger {rows.path}", why=str(error)) from error
+        if application != APPLICATION_ID or version != SCHEMA_VERSION:
+            rows.close()
+            raise LedgerError(
+                f"cannot read {rows.path}",
+                why="it is a database of something else"
+                if application != APPLICATION_ID
+                else f"it has schema {version}, this robustrl reads {SCHEMA_VERSION}",
+                do="A job that goes on with the ledger brings it to the schema of its robustrl.",
+            )
+        return rows
+
+    def rows(self, table: str, where: str = "1", *params: Value) -> Iterator[tuple[Any, ...]]:
+        """Flushed rows in the order of their key. A row with a wrong checksum is left out and noted in `damaged`."""
+        spec = TABLES[table]
+        order = ", ".join(spec.columns[: spec.keys])
+        try:
+            for *row, total in self._connection().execute(
+                f"SELECT * FROM {table} WHERE {where} ORDER BY {order}", params
+            ):
+                if total == checksum(table, row):
+                    yield tuple(row)
+                else:
+                    self.damaged.append((table, tuple(row[: spec.keys])))
+        except sqlite3.Error as error:
+            raise StorageError(f"the ledger {self.path} cannot be read", why=str(error)) from error
+
+    def close(self) -> None:
+        """Flushes nothing: what was not flushed was not acknowledged."""
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._database is None:
+            raise StorageError(f"the ledger {self.path} is closed")
+        return self._database
 
 
-class Store:
+class Store(Rows):
     """The one writer of a ledger file.
 
     Args:
@@ -122,13 +113,10 @@ class Store:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self.damaged: list[tuple[str, tuple[Value, ...]]] = []
-        """(table, key) of rows whose checksum did not match when they were read."""
+        super().__init__(path)
         self.cut = cut_bytes(self.path)
         """Bytes of a transaction that was cut off in the file's journal and is left out."""
         self._pending: dict[tuple[Any, ...], tuple[str, tuple[Value, ...]]] = {}
-        self._database: sqlite3.Connection | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # The ledger serialises its calls; which thread they come from is its business.
@@ -232,37 +220,9 @@ class Store:
         """Deletes the rows of all groups under this one, at the next flush."""
         self._later(("below", table), f"DELETE FROM {table} WHERE grp < ?", (group,))
 
-    # -- reading ---------------------------------------------------------------------------------------------------
-
     def value(self, name: str, default: Any) -> Any:
         """What `meta` holds under this name, flushed or pending."""
         pending = self._pending.get(("meta", name))
         if pending is not None:
             return pending[1][1]
         return next((value for _, value in self.rows("meta", "name = ?", name)), default)
-
-    def rows(self, table: str, where: str = "1", *params: Value) -> Iterator[tuple[Any, ...]]:
-        """Flushed rows in the order of their key. A row with a wrong checksum is left out and noted in `damaged`."""
-        spec = TABLES[table]
-        order = ", ".join(spec.columns[: spec.keys])
-        try:
-            for *row, total in self._connection().execute(
-                f"SELECT * FROM {table} WHERE {where} ORDER BY {order}", params
-            ):
-                if total == checksum(table, row):
-                    yield tuple(row)
-                else:
-                    self.damaged.append((table, tuple(row[: spec.keys])))
-        except sqlite3.Error as error:
-            raise StorageError(f"the ledger {self.path} cannot be read", why=str(error)) from error
-
-    def close(self) -> None:
-        """Flushes nothing: what was not flushed was not acknowledged."""
-        if self._database is not None:
-            self._database.close()
-            self._database = None
-
-    def _connection(self) -> sqlite3.Connection:
-        if self._database is None:
-            raise StorageError(f"the ledger {self.path} is closed")
-        return self._database
