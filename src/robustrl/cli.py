@@ -1,4 +1,4 @@
-"""The command line: ``robustrl demo`` and ``robustrl report``."""
+"""The command line: ``robustrl demo``, ``robustrl report`` and ``robustrl ledger``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from robustrl import ledger_commands
 from robustrl.errors import ConfigError, MissingDependencyError, RobustError
 
 app = typer.Typer(
@@ -20,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(ledger_commands.commands)
 
 WRONG_INPUT = 2
 FAILED = 1
