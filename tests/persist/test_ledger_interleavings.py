@@ -292,7 +292,7 @@ class Fleet(RuleBasedStateMachine):
 
 
 Fleet.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=250,
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
