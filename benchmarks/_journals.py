@@ -216,7 +216,7 @@ class ActorJournal:
 
 
 def fill(path: Path, trajectories: int, tokens: int, in_flight: int, group: int) -> Iterator[int]:
-    """Fills a ledger with so many trajectories of `tokens` tokens, the last `in_flight` not finished. Yields progress."""
+    """Fills a ledger with so many trajectories, the last `in_flight` of them not finished. Yields progress."""
     done = (trajectories - in_flight) // group
     ledger = Ledger(
         Store(path),
