@@ -1,4 +1,4 @@
-"""The command line: ``robustrl demo``, ``robustrl report`` and ``robustrl ledger``."""
+"""The command line: ``robustrl demo``, ``robustrl run``, ``robustrl report`` and ``robustrl ledger``."""
 
 from __future__ import annotations
 
@@ -95,6 +95,20 @@ def demo(
     console.print(compare_table(side_by_side(both[0], both[1])))
     console.print(f"written: {report / 'role'}, {report / 'whole-job'}")
     raise typer.Exit(0 if both[0].clean else FAILED)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def run(
+    command: Annotated[list[str], typer.Argument(help="-- python -m MODULE ARGS, as you would run it without us.")],
+) -> None:
+    """Run a framework's own command with robustrl attached.
+
+    Flags are given among the framework's, as robustrl.restart.budget=5 or --robustrl.restart.budget 5: any setting of
+    RobustConfig, and robustrl.run (the run's folder), robustrl.config (a file), robustrl.enable (true).
+    """
+    from robustrl.attach.launch import launch
+
+    raise typer.Exit(launch(command))
 
 
 @app.command()

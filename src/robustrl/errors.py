@@ -48,6 +48,10 @@ class ConfigError(RobustError):
     """The configuration, a command line or an argument is wrong; nothing was started."""
 
 
+class AttachError(ConfigError):
+    """A framework cannot be attached to as it is: it has moved, or is not the one that was expected."""
+
+
 class MissingDependencyError(RobustError, ImportError):
     """A library of an extra is needed and is not installed."""
 
