@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: setup demo test lint soak clean
+.PHONY: setup demo test test-verl test-verl-vllm env-verl lint soak clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,20 @@ lint: setup
 # Two workers: much of the time is spent waiting for processes that were killed or frozen on purpose.
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+
+# What robustrl attaches to has an environment of its own, kept under ~/.cache/robustrl (see ROBUSTRL_CACHE).
+env-verl:
+	@$(PYTHON) tests/frameworks/environments.py verl light
+
+# Real verl on the CPU, roles killed on purpose.
+test-verl:
+	@environment=$$($(PYTHON) tests/frameworks/environments.py verl light) && \
+	  $$environment/bin/python -m pytest tests/frameworks/verl -m "not slow" $(ARGS)
+
+# The same with real vLLM replicas: another environment, and minutes.
+test-verl-vllm:
+	@environment=$$($(PYTHON) tests/frameworks/environments.py verl vllm) && \
+	  $$environment/bin/python -m pytest tests/frameworks/verl -m slow $(ARGS)
 
 # The long form of the tests that repeat themselves under random faults.
 soak: setup
