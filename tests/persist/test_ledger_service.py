@@ -160,6 +160,36 @@ def test_a_cancelled_lease_is_the_answer_of_the_next_call(rig: Rig) -> None:
     run(test)
 
 
+def test_a_call_for_a_lease_that_was_replaced_by_another_takes_no_group_later(rig: Rig) -> None:
+    """Its caller has long got its answer elsewhere: a group that it took would be nobody's."""
+
+    async def test() -> None:
+        async with rig.client(R0) as first, rig.client(R1) as second:
+            others = [await second.lease([0]) for _ in range(2)]  # staleness 1: two steps of two groups
+            held = [await first.lease([0]) for _ in range(2)]
+            forgotten = asyncio.create_task(first.lease([0], wait_s=20))
+            await until(lambda: rig.calls.count("ledger.lease") == 5)
+            # The call goes on at the ledger although its caller does not wait any more.
+            forgotten.cancel()
+            stale = asyncio.create_task(
+                rig.service.handle(R0, "ledger.lease", {"held_steps": [0], "request": first._request, "wait_s": 20.0})
+            )
+            await asyncio.sleep(0)
+            again = asyncio.create_task(first.lease([0], wait_s=20))
+            await until(lambda: rig.calls.count("ledger.lease") == 6)
+            rig.ledger.release_owner(R1.member, 2)
+            rig.service._change.set()
+            grant = await again
+            assert isinstance(grant, LeaseGrant)
+            assert (await stale)["grant"] is None
+            owners = [group.owner for group in rig.ledger._board.groups.values()]
+            assert owners.count(R0) == 3
+            assert owners.count(None) == 1
+            assert all(isinstance(one, LeaseGrant) for one in (*others, *held))
+
+    run(test)
+
+
 def test_a_trajectory_of_several_turns_goes_on_elsewhere_with_its_tool_state_and_loss_mask(rig: Rig) -> None:
     async def test() -> None:
         async with rig.client(R0) as first:

@@ -236,10 +236,10 @@ class LedgerClient:
                 request=self._request,
                 wait_s=wait_s,
             )
+            if not answer["end"] and answer["grant"] is None:
+                return None  # the request stands: what an earlier call of it may yet have got is the next one's
             self._request = ""
-        if answer["end"]:
-            return END
-        return None if answer["grant"] is None else msgspec.convert(answer["grant"], LeaseGrant)
+        return END if answer["end"] else msgspec.convert(answer["grant"], LeaseGrant)
 
     def writer(self, grant: LeaseGrant) -> LeaseWriter:
         return LeaseWriter(self, grant)

@@ -16,7 +16,18 @@ import msgspec
 from robustrl import events
 from robustrl.errors import JobFailedError, LedgerError, RobustError, RoleDownError, StorageError, WriterFencedError
 from robustrl.persist.ledger import Ledger
-from robustrl.persist.records import AppendOp, Batch, End, FailOp, FinishOp, Op, OpResult, Outcome, Scored
+from robustrl.persist.records import (
+    AppendOp,
+    Batch,
+    End,
+    FailOp,
+    FinishOp,
+    LeaseGrant,
+    Op,
+    OpResult,
+    Outcome,
+    Scored,
+)
 from robustrl.roles import MANAGER, SUPERVISOR, TRAINER, Identity, Member
 
 COMMIT_DELAY_S: Final = 0.002
@@ -69,6 +80,10 @@ class _Nothing(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
+class _Outdated:
+    """The answer of a call that its caller has replaced by another one."""
+
+
 class LedgerService:
     """Answers calls for a ledger; its `handle` is a `wire.Handler`.
 
@@ -87,6 +102,8 @@ class LedgerService:
         self._commit: asyncio.Future[None] | None = None
         self._change = asyncio.Event()
         self._seen = ledger.revision
+        self._asking: dict[Identity, int] = {}
+        """By member, the number of its newest call for a lease."""
         self._storing = True
         self.superseded = asyncio.Event()
         """Set when another process took over the store: this one must end, its clients find the other."""
@@ -191,8 +208,17 @@ class LedgerService:
     # -- methods -------------------------------------------------------------------------------------------------------
 
     async def _lease(self, caller: Identity, asked: _Lease) -> Any:
-        grant = await self._until(lambda: self.ledger.lease(caller, asked.held_steps, asked.request), asked.wait_s)
-        return {"end": isinstance(grant, End), "grant": None if isinstance(grant, End) else grant}
+        # A member asks one thing at a time. A call of which it was not told the end (it gave up waiting, or its
+        # connection broke) must not take a group later on: nobody would work on it.
+        mine = self._asking[caller] = self._asking.get(caller, 0) + 1
+
+        def ask() -> LeaseGrant | End | _Outdated | None:
+            if self._asking[caller] != mine:
+                return _Outdated()
+            return self.ledger.lease(caller, asked.held_steps, asked.request)
+
+        grant = await self._until(ask, asked.wait_s)
+        return {"end": isinstance(grant, End), "grant": grant if isinstance(grant, LeaseGrant) else None}
 
     async def _write(self, caller: Identity, asked: _Write) -> list[OpResult]:
         results = []
