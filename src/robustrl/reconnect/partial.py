@@ -36,8 +36,6 @@ class Partial:
         self.pulled = 0
         self.staged = 0
         """Bytes of memory that it took."""
-        self.finished: Content | None = None
-        """What came of it. A version of several parts may have to wait for the others."""
         self._layout = layout
         self._pool = pool
         self._needed: list[Piece] = []
@@ -56,6 +54,11 @@ class Partial:
     @property
     def done(self) -> bool:
         return self._content is not None and not self.missing
+
+    @property
+    def finished(self) -> Content | None:
+        """What came of it, once nothing is missing. A version of several parts may have to wait for the others."""
+        return self._content if self.done else None
 
     @property
     def whole(self) -> bool:
@@ -105,10 +108,15 @@ class Partial:
             Arrival(),
         )
         self.staged = buffer.bytes
-        self.advanced()
+        self._advance()
 
-    def advanced(self) -> None:
-        """To be called when chunks were verified and are not missing any more: they are given on."""
+    def landed(self, count: int) -> None:
+        """The first `count` missing chunks are in the staging memory and verified: they are given on."""
+        for _ in range(count):
+            self.missing.popleft()
+        self._advance()
+
+    def _advance(self) -> None:
         if self._content is not None and self._content.arrival is not None:
             self._content.arrival.advance(self.missing[0].start if self.missing else self._content.size)
 
@@ -144,12 +152,6 @@ class Partial:
         self.staged = 0
         self._content = Content(self.manifest, lent, lent.close, None if self.whole else self._needed)
         self.missing.clear()
-
-    def finish(self) -> Content:
-        """What was pulled, once nothing is missing."""
-        assert self.done and self._content is not None
-        self.finished = self._content
-        return self.finished
 
     def drop(self) -> None:
         """Pulls no more: those who were given what there is hear of it. The memory is free when nobody reads it."""

@@ -259,10 +259,8 @@ class WeightSubscriber:
         return HeldVersion(offer.version, offer.digest, sum(content.size for content in contents), tuple(contents))
 
     def _held_part(self, digest: str) -> Content | None:
-        finished = self._partials.get(digest)
-        if finished is not None and finished.finished is not None:
-            return finished.finished
-        return self._holder.find(digest)
+        partial = self._partials.get(digest)
+        return (partial.finished if partial is not None else None) or self._holder.find(digest)
 
     async def _complete(self, partial: Partial, offer: Offer, part: int) -> Content | None:
         while not partial.done:
@@ -278,7 +276,7 @@ class WeightSubscriber:
             newest = await self._directory.newest(step=offer.version.step, layout=self._key)
             if newest is None or newest.digest != offer.digest:
                 return None  # it is outdated or gone; begin again with what there is
-        return partial.finish()
+        return partial.finished
 
     async def _commit(self, offer: Offer, contents: list[Content], partials: list[Partial]) -> None:
         began = min((partial.began for partial in partials), default=time.monotonic())
@@ -332,12 +330,12 @@ class WeightSubscriber:
         except asyncio.CancelledError:
             await self._let_go(assignment)
             raise
-        why = ""
-        if failure is not None:
-            why = f"{partial.progress()}: {str(failure) or f'nothing came within {self._config.timeout_s:g} s'}"
-            log.warning("%s: source %s of version %s failed: %s", self.identity, source, assignment.version, why)
-            await self._directory.release(source, failed=True, why=why, part=part)
-        return failure is None
+        if failure is None:
+            return True
+        why = f"{partial.progress()}: {str(failure) or f'nothing came within {self._config.timeout_s:g} s'}"
+        log.warning("%s: source %s of version %s failed: %s", self.identity, source, assignment.version, why)
+        await self._directory.release(source, failed=True, why=why, part=part)
+        return False
 
     async def _let_go(self, assignment: Assignment) -> None:
         with contextlib.suppress(RobustError, OSError, asyncio.CancelledError):
@@ -359,7 +357,7 @@ class WeightSubscriber:
                 groups = plan_ranges(partial.missing, min(RANGE_BYTES, manifest.size // RANGES_AT_LEAST))
                 landing = session.read([wanted for wanted, _ in groups], view)
                 async with self._place_kept(assignment, content, len(groups)) as place:
-                    await self._check(assignment, partial, groups, landing, view, transport, place)
+                    await self._check(assignment, partial, groups, landing, view, transport, place, partial.landed)
             finally:
                 await session.close()
                 if session.tainted:
@@ -428,14 +426,12 @@ class WeightSubscriber:
         raise TransportError(f"cannot connect to {source}", why="; ".join(notes))
 
     async def _check_lent(self, assignment: Assignment, partial: Partial, lent: Mapped, transport: str) -> None:
-        """Verifies all that is needed where it lies in the source's memory."""
+        """Verifies all that is needed where it lies in the source's memory. What is staged stays as it is."""
         groups = plan_ranges(partial.needed, 4 * RANGE_BYTES)
-        before = partial.missing.copy()
         try:
-            partial.missing = deque(partial.needed)
-            await self._check(assignment, partial, groups, _all_there(groups), lent.view, transport, _Place())
+            there = _all_there(groups)
+            await self._check(assignment, partial, groups, there, lent.view, transport, _Place(), lambda count: None)
         except BaseException:
-            partial.missing = before
             lent.close()
             raise
         partial.borrow(lent)
@@ -449,8 +445,9 @@ class WeightSubscriber:
         view: Memory,
         transport: str,
         place: _Place,
+        landed: Callable[[int], None],
     ) -> None:
-        """Verifies ranges as they land; while one is verified, those after it arrive."""
+        """Verifies ranges as they land, and tells `landed` of how many chunks; those after them arrive meanwhile."""
         checks: deque[tuple[asyncio.Future[None], Range, list[Piece]]] = deque()
         limit = self._limit_s(assignment)
 
@@ -458,9 +455,7 @@ class WeightSubscriber:
             check, wanted, pieces = checks[0]
             await check
             checks.popleft()
-            for _ in pieces:
-                partial.missing.popleft()
-            partial.advanced()
+            landed(len(pieces))
             self._count(assignment, partial, wanted, transport)
 
         try:
