@@ -6,6 +6,7 @@ before it is handed out. The saved data position is therefore where consumption 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import msgspec
@@ -71,16 +72,11 @@ class Frontier:
         return group.whole or (self._config.partial_groups == "use" and bool(group.finished))
 
     def skipped(self, below: int | None = None) -> int:
-        """Groups (with a number under `below`) whose place in a batch the next one takes."""
+        """Groups (with a number under `below`, which is not consumed) whose place in a batch the next one takes."""
         if self._config.partial_groups != "refill":
             return 0
-        position = 0
-        for step, span in sorted(self.spans.items()):
-            if below is not None and span.next > below:
-                break
-            position = step
-        consumed = self.after(position)
-        count = consumed - min(position * self._b, consumed)
+        consumed = self.after(self.consumed)
+        count = consumed - min(self.consumed * self._b, consumed)
         later = (group for group in self._board.groups.values() if group.index >= consumed)
         return count + sum(
             group.done and not self.usable(group) and (below is None or group.index < below) for group in later
@@ -151,14 +147,13 @@ class Frontier:
 
     def _batch(self, step: int, *, replay: bool) -> Batch:
         trajectories = self.batch(step)
-        there = {one.group for one in trajectories}
-        counted = {group: sum(one.group == group for one in trajectories) for group in there}
+        counted = Counter(one.group for one in trajectories)
         return Batch(
             step=step,
             trajectories=trajectories,
             replay=replay,
             partial=tuple(sorted(group for group, n in counted.items() if n < self._board.samples_per_prompt)),
-            omitted=tuple(index for index in range(self.after(step - 1), self.after(step)) if index not in there),
+            omitted=tuple(index for index in range(self.after(step - 1), self.after(step)) if index not in counted),
         )
 
     def batch(self, step: int) -> tuple[Scored, ...]:
@@ -169,12 +164,10 @@ class Frontier:
         groups = self._board.groups
         if any(index not in groups for index, _ in places):
             groups = self._board.read(self.after(step - 1), self.after(step))
-        answers = []
-        for index, number in places:
-            one = as_sample(groups[index], number)
-            fields = {name: getattr(one, name) for name in one.__struct_fields__}
-            answers.append(Scored(prompt=groups[index].prompt, **fields))
-        return tuple(answers)
+        return tuple(
+            Scored(prompt=groups[index].prompt, **msgspec.structs.asdict(as_sample(groups[index], number)))
+            for index, number in places
+        )
 
     def commit(self, trainer: Identity, step: int) -> None:
         """See `Ledger.commit`."""
