@@ -19,7 +19,7 @@ import msgspec
 from robustrl import events
 from robustrl.config import RobustConfig
 from robustrl.errors import DeadlineError, RobustError
-from robustrl.restart import Abandon, FailJob, Loss, MemberState, Roster, plan
+from robustrl.restart import Abandon, FailJob, Loss, MemberState, Plan, Roster, plan
 from robustrl.roles import Member
 from robustrl_verl.hub import ask, call_hub, rollout_member
 
@@ -121,21 +121,12 @@ class Fleet:
         self._decide(replica, cause)
         if self.living():
             await self._tell(self._rollouter.__ray_call__.remote(forget, address), "the rollouter")
-        end([*replica.servers, *replica.workers])
+        end_actors([*replica.servers, *replica.workers])
 
     def _decide(self, replica: Replica, cause: str) -> None:
         record = self._roster[replica.member]
         loss = Loss(record.identity, time.time(), -1, cause, served=record.served)
-        decided = plan(
-            loss,
-            self._roster.all(),
-            self._history,
-            [],
-            self._config.restart,
-            serves=frozenset(),
-            now=loss.at,
-        )
-        self._history.append(loss)
+        decided = decide(loss, self._roster, self._history, self._config)
         # This adapter does not start replicas anew yet: whatever would be spawned is done without.
         enough = len(self.living()) >= max(1, self._config.restart.min_rollouts)
         over = not enough or any(isinstance(action, FailJob) for action in decided.actions)
@@ -204,6 +195,13 @@ async def probe(server: Any) -> None:
         await engine.is_sleeping()
 
 
+def decide(loss: Loss, roster: Roster, history: list[Loss], config: RobustConfig) -> Plan:
+    """The plan for a loss, which is in `history` from then on. There are no standbys here."""
+    decided = plan(loss, roster.all(), history, [], config.restart, serves=frozenset(), now=loss.at)
+    history.append(loss)
+    return decided
+
+
 def first_line(error: BaseException) -> str:
     """The part of an error that says what happened; Ray's messages begin with where, and go on for long."""
     while isinstance(cause := getattr(error, "cause", None), BaseException):
@@ -212,7 +210,7 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[:2])[:300] if lines else type(error).__name__
 
 
-def end(actors: list[Any]) -> None:
+def end_actors(actors: list[Any]) -> None:
     """Ends actors for good: what was condemned must not serve on half-alive."""
     import ray
 

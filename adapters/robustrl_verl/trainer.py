@@ -21,10 +21,10 @@ from robustrl.attach import assert_applied
 from robustrl.attach.patches import MARK
 from robustrl.config import RobustConfig
 from robustrl.errors import DeadlineError, JobFailedError
-from robustrl.restart import Loss, MemberState, Roster, Spawn, plan
+from robustrl.restart import Loss, MemberState, Roster, Spawn
 from robustrl.roles import TRAINER, Member
 from robustrl_verl import journal
-from robustrl_verl.fleet import first_line
+from robustrl_verl.fleet import decide, end_actors, first_line
 from robustrl_verl.hub import ask_now, call_hub_now, session_config, start_hub
 from robustrl_verl.plugin import SEAMS, targets
 
@@ -189,16 +189,7 @@ class Keeper:
             )
         )
         self._roster.move(ME, MemberState.DEAD, cause)
-        decided = plan(
-            loss,
-            self._roster.all(),
-            self._history,
-            [],
-            self._config.restart,
-            serves=frozenset(),
-            now=loss.at,
-        )
-        self._history.append(loss)
+        decided = decide(loss, self._roster, self._history, self._config)
         self.emit(
             events.PlanMade(
                 member=str(ME),
@@ -272,12 +263,9 @@ def _resuming(config: Any, saved: bool) -> Any:
 
 def _end_trainer(trainer: Any, limit: float) -> None:
     """Ends what is left of the trainer role, and waits until its placement groups' names are free again."""
-    import ray
     from ray.util import get_placement_group, placement_group_table, remove_placement_group
 
-    if trainer is not None:
-        with contextlib.suppress(Exception):
-            ray.kill(trainer, no_restart=True)
+    end_actors([trainer] if trainer is not None else [])
 
     def left() -> list[str]:
         states = placement_group_table().values()
