@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from _actors import PRIVATE, Actor
+from _private_ray import PrivateRay
 from _ray_journal import RayJournal, RayWriter
 
 from robustrl.config import PersistConfig
@@ -27,7 +28,6 @@ from robustrl.wire import Address, RpcClient, RpcServer, Secret, bind
 
 SECRET = Secret(b"a secret for benchmarks on loopback")
 FLUSH_TOKENS = 16
-LOOPBACK = "127.0.0.1"
 
 
 class Journal(Protocol):
@@ -92,28 +92,41 @@ class LedgerMember:
         return length * samples
 
 
-class LedgerJournal:
-    def __init__(self, writers: int, trajectories: int, length: int) -> None:
+class FileJournal:
+    """A journal on the disk, in a folder of its own. Subclasses set `actors` and `members`, who write."""
+
+    actors: list[Actor]
+    members: list[Actor]
+
+    def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rrbench-"))
-        self.length = length
-        self.host = Actor(LedgerHost)
-        address = self.host.ask("start", path=str(self.folder / "ledger.db"), samples=trajectories)
-        self.members = [Actor(LedgerMember, index, address) for index in range(writers)]
-        for member in self.members:
-            member.ask("start")
+        self.task: dict[str, int] = {}
+        """What each turn's `write` is told beside its time."""
 
     def run(self, seconds: float) -> list[tuple[int, float]]:
         for member in self.members:
-            member.begin("write", seconds=seconds, length=self.length)
+            member.begin("write", seconds=seconds, **self.task)
         return [member.end() for member in self.members]
 
     def bytes(self) -> int:
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
     def close(self) -> None:
-        for actor in (*self.members, self.host):
+        for actor in self.actors:
             actor.close()
         shutil.rmtree(self.folder)
+
+
+class LedgerJournal(FileJournal):
+    def __init__(self, writers: int, trajectories: int, length: int) -> None:
+        super().__init__()
+        self.task = {"length": length}
+        host = Actor(LedgerHost)
+        address = host.ask("start", path=str(self.folder / "ledger.db"), samples=trajectories)
+        self.members = [Actor(LedgerMember, index, address) for index in range(writers)]
+        self.actors = [*self.members, host]
+        for member in self.members:
+            member.ask("start")
 
 
 class LinesMember:
@@ -138,60 +151,27 @@ class LinesMember:
         return tokens, time.monotonic() - began
 
 
-class LinesJournal:
+class LinesJournal(FileJournal):
     def __init__(self, writers: int, trajectories: int) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="rrbench-"))
-        self.trajectories = trajectories
-        self.members = [Actor(LinesMember, str(self.folder / f"{index}.jsonl")) for index in range(writers)]
-
-    def run(self, seconds: float) -> list[tuple[int, float]]:
-        for member in self.members:
-            member.begin("write", seconds=seconds, trajectories=self.trajectories)
-        return [member.end() for member in self.members]
-
-    def bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.iterdir())
-
-    def close(self) -> None:
-        for actor in self.members:
-            actor.close()
-        shutil.rmtree(self.folder)
+        super().__init__()
+        self.task = {"trajectories": trajectories}
+        self.members = self.actors = [
+            Actor(LinesMember, str(self.folder / f"{index}.jsonl")) for index in range(writers)
+        ]
 
 
-class RayDriver:
-    """Starts Ray with the journal's actor and the writers; to be run where nobody but Ray is."""
+class RayDriver(PrivateRay):
+    """The journal's actor and its writers."""
 
-    def start(self, writers: int) -> None:
-        here = str(Path(__file__).parent)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-        os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"})
-        import ray
-
-        self.ray = ray
-        self.folder = tempfile.mkdtemp(prefix="rrbench-")
-        try:
-            ray.init(
-                num_cpus=2,
-                include_dashboard=False,
-                object_store_memory=256 << 20,
-                log_to_driver=False,
-                _node_ip_address=LOOPBACK,
-                _temp_dir=self.folder,
-            )
-            journal = ray.remote(num_cpus=0)(RayJournal).remote()
-            self.writers = [ray.remote(num_cpus=0)(RayWriter).remote(journal) for _ in range(writers)]
-            ray.get([writer.ready.remote() for writer in self.writers], timeout=90)
-        except BaseException:
-            self.stop()
-            raise
+    def begin(self, **arguments: Any) -> None:
+        remote = self.ray.remote(num_cpus=0)
+        journal = remote(RayJournal).remote()
+        self.writers = [remote(RayWriter).remote(journal) for _ in range(arguments["writers"])]
+        self.ray.get([writer.ready.remote() for writer in self.writers], timeout=90)
 
     def run(self, seconds: float, trajectories: int) -> list[tuple[int, float]]:
         asked = [writer.write.remote(seconds, trajectories, FLUSH_TOKENS) for writer in self.writers]
         return list(self.ray.get(asked, timeout=seconds + 90))
-
-    def stop(self) -> None:
-        self.ray.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class ActorJournal:
@@ -200,7 +180,7 @@ class ActorJournal:
     def __init__(self, writers: int, trajectories: int) -> None:
         self.trajectories = trajectories
         self.driver = Actor(RayDriver, namespace=PRIVATE)
-        self.driver.ask("start", writers=writers)
+        self.driver.ask("start", store_bytes=256 << 20, writers=writers)
 
     def run(self, seconds: float) -> list[tuple[int, float]]:
         found: list[tuple[int, float]] = self.driver.ask("run", seconds=seconds, trajectories=self.trajectories)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from _actors import PRIVATE, Actor, now
+from _private_ray import LOOPBACK, PrivateRay
 from _ray_member import RayMember
 
 from robustrl.config import ReconnectConfig
@@ -28,7 +26,6 @@ from robustrl.wire import Address, RpcClient, RpcServer, Secret, bind
 
 SECRET = Secret(b"a secret for benchmarks on loopback")
 TENSORS = 16
-LOOPBACK = "127.0.0.1"
 LIMIT_S = 120.0
 
 
@@ -319,32 +316,13 @@ class CopyRig:
 # -- Ray ------------------------------------------------------------------------------------------------------------
 
 
-class RayDriver:
-    """Starts Ray and drives its actors; to be run where nobody but Ray is, for Ray listens on every interface."""
+class RayDriver(PrivateRay):
+    """The trainer and the receivers, as actors."""
 
-    def start(self, store_bytes: int, members: int) -> None:
-        here = str(Path(__file__).parent)  # Ray's workers import `_ray_member` as well
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-        os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"})
-        import ray
-
-        self.ray = ray
-        self.folder = tempfile.mkdtemp(prefix="rrbench-")
-        try:
-            ray.init(
-                num_cpus=2,
-                include_dashboard=False,
-                object_store_memory=store_bytes,
-                log_to_driver=False,
-                _node_ip_address=LOOPBACK,
-                _temp_dir=self.folder,
-            )
-            kind = ray.remote(num_cpus=0)(RayMember)
-            self.members = [kind.remote() for _ in range(members)]
-            self.allocate(1 << 20, members)
-        except BaseException:
-            self.stop()
-            raise
+    def begin(self, **arguments: Any) -> None:
+        kind = self.ray.remote(num_cpus=0)(RayMember)
+        self.members = [kind.remote() for _ in range(arguments["members"])]
+        self.allocate(1 << 20, arguments["members"])
 
     def allocate(self, size: int, members: int) -> None:
         """The first `members` actors get live weights of `size` bytes."""
@@ -356,10 +334,6 @@ class RayDriver:
         began, refs, free = self.ray.get(trainer.give.remote(), timeout=LIMIT_S)
         done = self.ray.get([other.receive.remote(refs, step) for other in others], timeout=LIMIT_S)
         return began, free, done
-
-    def stop(self) -> None:
-        self.ray.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class RayCluster:
