@@ -141,7 +141,9 @@ class Keeper:
             error = _error_of(ref)
             if error is not None:
                 return error
-            time.sleep(POLL_S / 10)
+            time.sleep(
+                POLL_S / 10
+            )  # an idle worker answers at once: it is asked ten times a second, not as fast as it can
             self._watched[worker.__ray_ready__.remote()] = worker
         return None
 

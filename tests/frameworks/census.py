@@ -59,7 +59,7 @@ def end_all(job: str, limit_s: float = 20.0) -> None:
         assert time.monotonic() < deadline, f"cannot be killed: {left}"
         for one in left:
             one.kill()
-        time.sleep(0.05)
+        time.sleep(0.05)  # between two looks; the deadline above ends it
         for one in left:
             # As the subreaper (tests/conftest.py) we are the parent of those whose parents are gone.
             with contextlib.suppress(ChildProcessError):
