@@ -141,9 +141,8 @@ class Keeper:
             error = _error_of(ref)
             if error is not None:
                 return error
-            time.sleep(
-                POLL_S / 10
-            )  # an idle worker answers at once: it is asked ten times a second, not as fast as it can
+            # An idle worker answers at once: it is asked ten times a second, not as fast as it can.
+            time.sleep(POLL_S / 10)
             self._watched[worker.__ray_ready__.remote()] = worker
         return None
 
